@@ -1,0 +1,376 @@
+"""The pipeline: what ``HTSPPO`` and ``HTSA2C`` add to SB3's on-policy algorithms.
+
+SB3's ``learn()`` alternates ``collect_rollouts()`` and ``train()``. Here ``collect_rollouts()`` waits for the rollout in
+flight, replays it to the callbacks as if it were being collected now, launches the next one and returns; ``train()``
+runs while that one is collected. Both halves of the design meet in two methods, :meth:`HTSOnPolicyAlgorithm.collect_rollouts`
+and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its own (:class:`_Run`), which ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.type_aliases import GymEnv
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
+from sb3_hts.corrections import Correction, correct_rollout, gradient_at
+from sb3_hts.replay import Replay, as_observation
+from sb3_hts.seeding import draw_noise_key
+from sb3_hts.vec_env import HTSVecEnv
+from sb3_hts.wrappers import unwrap
+
+CHEAP_STEP = 300e-6
+"""Seconds per environment step, acting included, below which large groups pay off."""
+
+
+@dataclass
+class _Run:
+    """The pipeline of one ``learn()``.
+
+    :param collector: ``None`` if rollouts are collected by SB3's own loop.
+    :param launched: Parameters at the launch of the rollout in flight, where the correction needs them.
+    :param behaviour: The same, of the rollout that has been replayed last.
+    :param lag: Measured lag of that rollout, in updates.
+    :param n_gradient_steps: Optimizer steps of one update.
+    :param n_rollouts: Rollouts replayed so far.
+    """
+
+    collector: WorkerCollector | None
+    launched: list[th.Tensor] | None = None
+    behaviour: list[th.Tensor] | None = None
+    lag: float = 0.0
+    n_gradient_steps: int = 1
+    n_rollouts: int = 0
+
+
+class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
+    """Mixin over SB3's on-policy algorithms; to be named before the algorithm among the bases.
+
+    Attributes saved with the model, all of plain types: ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``,
+    and the position in the noise stream.
+    """
+
+    corrections: ClassVar[dict[str, Correction]] = {}
+
+    policy_lag: int
+    n_snapshots: int
+    correction: str
+    inference: str
+
+    _noise_key: int | None = None
+    _global_step: int = 0
+    _n_trained: int = 0
+    _run: _Run | None = None
+
+    # --- arguments --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def _own_env(env: GymEnv | str, n_envs: int | None) -> Iterator[GymEnv]:
+        """Turn an environment's name into an ``HTSVecEnv``, which does not outlive a failure of the block.
+
+        :raises ValueError: If ``n_envs`` is given with anything but a name.
+        """
+        if not isinstance(env, str):
+            if n_envs is not None:
+                raise ValueError(f"n_envs={n_envs} goes with the name of an environment only; this one has its own number.")
+            yield env
+            return
+        vec_env = make_vec_env(env, n_envs=1 if n_envs is None else n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
+        try:
+            yield vec_env
+        except BaseException:
+            vec_env.close()
+            raise
+
+    def _setup_model(self) -> None:
+        self._check_arguments()
+        super()._setup_model()
+        if self._noise_key is None:
+            self._noise_key = draw_noise_key(self.seed)
+
+    def _check_arguments(self) -> None:
+        # Here and not in __init__, because load(**kwargs) sets attributes without it
+        if self.policy_lag not in (0, 1):
+            raise ValueError(f"policy_lag must be 0 (synchronous) or 1 (collect during train()), not {self.policy_lag!r}.")
+        if self.correction not in self.corrections:
+            raise ValueError(f"correction must be one of {sorted(self.corrections)}, not {self.correction!r}.")
+        if self.inference not in ("auto", "local"):
+            raise ValueError(f'inference must be "auto" or "local", not {self.inference!r}.')
+        if isinstance(self.n_snapshots, bool) or not isinstance(self.n_snapshots, (int, np.integer)) or self.n_snapshots < 1:
+            raise ValueError(f"n_snapshots must be a positive integer, not {self.n_snapshots!r}.")
+        if self.n_snapshots > self.n_steps:
+            raise ValueError(
+                f"n_snapshots={self.n_snapshots} is more than n_steps={self.n_steps}: each snapshot needs at least one step; "
+                f"pass n_snapshots={self.n_steps} or less."
+            )
+        self.policy_lag, self.n_snapshots = int(self.policy_lag), int(self.n_snapshots)
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "_run"]
+
+    # --- learn ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _pipeline(self) -> Iterator[None]:
+        """The scope of one ``learn()``: nothing that it started outlives it, whatever way it ends."""
+        n_threads = th.get_num_threads()
+        try:
+            yield
+        finally:
+            th.set_num_threads(n_threads)
+            run, self._run = self._run, None
+            if run is not None and run.collector is not None:
+                self._end(run.collector)
+
+    def _end(self, collector: WorkerCollector) -> None:
+        try:
+            unfinished = collector.cancel()
+            if unfinished is not None:
+                self._last_episode_starts = collector.last_dones(unfinished, self._last_episode_starts)  # type: ignore[arg-type]
+                self._last_obs = as_observation(unfinished.last_observations)
+        finally:
+            collector.release()
+
+    def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
+        reason = why_not_concurrent(env)
+        if reason is not None:
+            if self.verbose >= 1:
+                print(f"HTS: rollouts are collected one after the other with training, because {reason}.")
+            return _Run(None)
+        assert self._noise_key is not None
+        collector = WorkerCollector(
+            env,
+            self.policy,
+            n_steps,
+            self.n_snapshots,
+            self._noise_key,
+            self.sde_sample_freq if self.use_sde else None,
+        )
+        if self.verbose >= 1:
+            base = unwrap(env)[1]
+            assert isinstance(base, HTSVecEnv)
+            print(
+                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, policy lag {self.policy_lag}, "
+                f"correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB of shared memory."
+            )
+        if self.policy_lag > 0:
+            th.set_num_threads(learner_threads(th.get_num_threads()))
+        return _Run(collector)
+
+    # --- collect ----------------------------------------------------------------------------------------------------
+
+    def collect_rollouts(
+        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+    ) -> bool:
+        """Wait for the rollout in flight, replay it, launch the next one; arguments and result as in SB3.
+
+        :raises WorkerError: If a worker failed.
+        """
+        if self._run is None:
+            self._run = self._start_run(env, n_rollout_steps)
+        run, collector = self._run, self._run.collector
+        if collector is None:
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        assert self._last_obs is not None, "No previous observation was provided"
+        self.policy.set_training_mode(False)
+        rollout_buffer.reset()
+        if not collector.in_flight:
+            self._launch(run, collector, callback, n_rollout_steps, n_snapshots=1)
+        rollout = collector.wait()
+        run.behaviour, run.launched = run.launched, None
+        self._record(run, rollout)
+        ahead = self.policy_lag > 0 and self.num_timesteps + n_rollout_steps * env.num_envs < self._total_timesteps
+        # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
+        replay_later = ahead and _is_silent(callback)
+        episode_starts = self._last_episode_starts
+        if replay_later:
+            self._last_obs = as_observation(rollout.last_observations)
+            self._launch(run, collector, callback, n_rollout_steps, self.n_snapshots)
+        replay = Replay(rollout, self.policy, self.action_space, self.gamma)
+        completed = self._replay(replay, env, callback, rollout_buffer, episode_starts)
+        if completed and ahead and not replay_later:
+            self._launch(run, collector, callback, n_rollout_steps, self.n_snapshots)
+        return completed
+
+    def _launch(
+        self, run: _Run, collector: WorkerCollector, callback: BaseCallback, n_rollout_steps: int, n_snapshots: int
+    ) -> None:
+        """Start the next rollout with the current parameters."""
+        callback.on_rollout_start()
+        assert self._last_obs is not None
+        if self._correction.gradient == "behaviour":
+            run.launched = [parameter.detach().clone() for parameter in self.policy.parameters()]
+        collector.start(self._last_obs, self._global_step, n_snapshots, (self._n_trained, 0))
+        self._global_step += n_rollout_steps
+
+    def _record(self, run: _Run, rollout: Rollout) -> None:
+        """Log what the pipeline did with a rollout, and what lag it had."""
+        versions = rollout.half.versions
+        # A snapshot after g of G gradient steps is g / G of an update newer
+        made_by = versions[..., 0] + versions[..., 1] / max(run.n_gradient_steps, 1)
+        run.lag = float(self._n_trained - made_by.mean())
+        self.logger.record("hts/policy_lag", run.lag)
+        self.logger.record("hts/rollout_time", rollout.collect_time)
+        self.logger.record("hts/wait_time", rollout.wait_time)
+        self.logger.record("hts/overlap", float(np.clip(1 - rollout.wait_time / max(rollout.collect_time, 1e-9), 0, 1)))
+        if run.n_rollouts == 0 and self.verbose >= 1:
+            self._recommend_groups(rollout)
+        run.n_rollouts += 1
+
+    def _recommend_groups(self, rollout: Rollout) -> None:
+        assert self.env is not None
+        base = unwrap(self.env)[1]
+        assert isinstance(base, HTSVecEnv)
+        step_time = rollout.busy_time / (self.n_steps * self.n_envs / base.n_workers)
+        if base.envs_per_group == 1 < self.n_envs and step_time < CHEAP_STEP:
+            print(
+                f"HTS: these environments take {step_time * 1e6:.0f} microseconds per step; larger groups would be faster, "
+                f"e.g. HTSVecEnv(..., envs_per_group={self.n_envs})."
+            )
+
+    def _replay(
+        self,
+        replay: Replay,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
+        episode_starts: npt.NDArray[np.bool_] | None,
+    ) -> bool:
+        """Go through a rollout as SB3's ``collect_rollouts()`` does, with the same ``locals`` for callbacks.
+
+        :return: False if a callback stopped the training.
+        """
+        assert episode_starts is not None
+        filled = replay.fill(rollout_buffer, episode_starts)
+        variables: dict[str, Any] = {
+            "self": self,
+            "env": env,
+            "callback": callback,
+            "rollout_buffer": rollout_buffer,
+            "n_rollout_steps": replay.n_steps,
+        }
+        for t in range(replay.n_steps):
+            infos, dones, new_obs = replay.infos[t], replay.dones[t], replay.observation(t + 1)
+            values, log_probs = replay.value_tensor(t), replay.log_prob_tensor(t)
+            variables.update(
+                n_steps=t,
+                obs_tensor=obs_as_tensor(replay.observation(t), self.device),  # type: ignore[arg-type]
+                actions=replay.actions[t],
+                clipped_actions=replay.clipped_actions[t],
+                values=values,
+                log_probs=log_probs,
+                new_obs=new_obs,
+                rewards=replay.rewards[t],
+                dones=dones,
+                infos=infos,
+            )
+            self.num_timesteps += env.num_envs
+            callback.update_locals(variables)
+            if not callback.on_step():
+                # The environments have finished the rollout all the same
+                self._last_obs = replay.observation(replay.n_steps)
+                self._last_episode_starts = replay.dones[-1]
+                return False
+            self._update_info_buffer(infos, dones)
+            actions, rewards = replay.stored_actions(t), replay.bootstrapped_rewards[t]
+            if filled:
+                rollout_buffer.pos += 1
+            else:
+                rollout_buffer.add(self._last_obs, actions, rewards, episode_starts, values, log_probs)  # type: ignore[arg-type]
+            self._last_obs = new_obs
+            self._last_episode_starts = episode_starts = dones
+        rollout_buffer.full = True
+        last_values = replay.value_tensor(replay.n_steps)
+        rollout_buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
+        variables.update(n_steps=replay.n_steps, actions=actions, rewards=rewards, values=last_values)
+        callback.update_locals(variables)
+        callback.on_rollout_end()
+        return True
+
+    # --- train ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _correction(self) -> Correction:
+        return self.corrections[self.correction]
+
+    def _n_gradient_steps(self) -> int:
+        """Optimizer steps that one ``train()`` takes if nothing stops it."""
+        return 1
+
+    def train(self) -> None:
+        """SB3's own update, on the rollout as corrected, while the next rollout is collected and fed with snapshots."""
+        run = self._run
+        if run is None or run.collector is None:
+            super().train()
+            return
+        if run.lag > 0:
+            assert self._last_obs is not None and self._last_episode_starts is not None
+            correct_rollout(
+                self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts
+            )
+        delayed = run.lag > 0 and self._correction.gradient == "behaviour"
+        with self._publishing(run, run.collector):
+            if delayed:
+                assert run.behaviour is not None
+                with gradient_at(run.behaviour, self.policy):
+                    super().train()
+            else:
+                super().train()
+
+    @contextmanager
+    def _publishing(self, run: _Run, collector: WorkerCollector) -> Iterator[None]:
+        """Publish snapshot i after floor(i G / S) of the G gradient steps of an update, the rest at its end."""
+        update, n_snapshots = self._n_trained, self.n_snapshots
+        run.n_gradient_steps = self._n_gradient_steps()
+        due = [i * run.n_gradient_steps // n_snapshots for i in range(1, n_snapshots)]
+        steps = 0
+
+        def publish_due(*_: Any) -> None:
+            while collector.n_unpublished and due[n_snapshots - 1 - collector.n_unpublished] <= steps:
+                collector.publish((update, steps))
+
+        def after_step(*_: Any) -> None:
+            nonlocal steps
+            steps += 1
+            publish_due()
+
+        publish_due()
+        handle = self.policy.optimizer.register_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+        self._n_trained += 1
+        collector.publish_rest((update + 1, 0))
+
+
+def learner_threads(n_threads: int) -> int:
+    """How many threads torch may use for training while workers run.
+
+    An OpenMP team that needs every core stands still whenever a worker holds one of them, so it gets half of the cores. A
+    smaller number that the user has set stays. The number of workers must not matter: thread counts change
+    floating-point results.
+
+    :param n_threads: torch's present number of threads.
+    """
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return n_threads if n_threads < n_cores else max(1, n_cores // 2)
+
+
+def _is_silent(callback: BaseCallback) -> bool:
+    """Whether the callback is the empty one that SB3 makes of ``callback=None``."""
+    return type(callback) is ConvertCallback and callback.callback is None

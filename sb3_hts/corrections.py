@@ -1,0 +1,166 @@
+"""What makes up for training on data of an older policy.
+
+A correction is a choice on four points that do not depend on each other; the names that users know are combinations
+(:data:`PPO_CORRECTIONS`, :data:`A2C_CORRECTIONS`). All of them act on SB3's buffer before SB3's own ``train()``, or around
+it; none replaces it. They do nothing when the data are on-policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+Source = Literal["behaviour", "target"]
+
+CHUNK = 1024
+"""Rows per forward of the re-evaluation. Fixed, since other batch shapes give other bits."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Where each ingredient of the update comes from: the policy that collected, or the one that is about to be updated.
+
+    :param anchor: Log-probabilities that PPO's ratio and clip refer to.
+    :param critic: Values, and with them the GAE advantages and returns. The bootstrap of truncated steps stays the
+        behaviour critic's.
+    :param max_weight: Multiply advantages by ``min(pi_target / pi_behaviour, max_weight)``; ``None``: do not.
+    :param centre: Subtract the mean of the rollout's advantages before weighting.
+    :param gradient: Parameters at which the gradient is taken.
+    """
+
+    anchor: Source = "behaviour"
+    critic: Source = "behaviour"
+    max_weight: float | None = None
+    centre: bool = False
+    gradient: Source = "target"
+
+    @property
+    def needs_evaluation(self) -> bool:
+        """Whether the rollout must be evaluated under the target policy."""
+        return self.anchor == "target" or self.critic == "target" or self.max_weight is not None
+
+
+PPO_CORRECTIONS = {
+    "proximal": Correction(anchor="target", critic="target"),
+    "behaviour": Correction(),
+    # Hilton, Cobbe, Schulman: "Batch size-invariance for policy optimization", 2021
+    "decoupled": Correction(anchor="target", critic="target", max_weight=2.0, centre=True),
+}
+
+A2C_CORRECTIONS = {
+    # The paper, section 3.2 and equation (7)
+    "delayed_gradient": Correction(gradient="behaviour"),
+    "none": Correction(),
+    # The paper's ablation, after IMPALA
+    "truncated_is": Correction(max_weight=1.0),
+}
+
+
+def correct_rollout(
+    correction: Correction,
+    policy: ActorCriticPolicy,
+    buffer: RolloutBuffer,
+    last_observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+    last_dones: npt.NDArray[np.bool_],
+) -> None:
+    """Change a filled buffer, not yet read by ``train()``, as the correction says.
+
+    :param last_observations: What came after the rollout's last step, ``(n_envs, ...)``.
+    :param last_dones: Whether the last step ended the episode, ``(n_envs,)``.
+    """
+    if not correction.needs_evaluation:
+        return
+    policy.set_training_mode(False)
+    values, log_probs = evaluate(policy, buffer)
+    weights = np.exp(log_probs - buffer.log_probs)
+    if correction.critic == "target":
+        buffer.values = values
+        with th.no_grad():
+            last_values = policy.predict_values(_to_tensor(policy, last_observations))
+        buffer.compute_returns_and_advantage(last_values=last_values, dones=last_dones)
+    if correction.max_weight is not None:
+        advantages = buffer.advantages - buffer.advantages.mean() if correction.centre else buffer.advantages
+        buffer.advantages = advantages * np.minimum(weights, np.float32(correction.max_weight))
+    if correction.anchor == "target":
+        buffer.log_probs = log_probs
+
+
+@th.no_grad()
+def evaluate(
+    policy: ActorCriticPolicy, buffer: RolloutBuffer
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :data:`CHUNK` rows.
+
+    :return: Both ``(n_steps, n_envs)`` float32.
+    """
+    shape = buffer.values.shape
+    n_rows = buffer.values.size
+    observations: Any = buffer.observations
+    if isinstance(observations, dict):
+        flat: Any = {key: array.reshape(n_rows, *array.shape[2:]) for key, array in observations.items()}
+    else:
+        flat = observations.reshape(n_rows, *observations.shape[2:])
+    actions = buffer.actions.reshape(n_rows, -1).astype(np.float32, copy=False)
+    values, log_probs = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
+    for first in range(0, n_rows, CHUNK):
+        rows = slice(first, first + CHUNK)
+        chunk = {key: array[rows] for key, array in flat.items()} if isinstance(flat, dict) else flat[rows]
+        taken = _to_tensor(policy, actions[rows])
+        if isinstance(policy.action_space, spaces.Discrete):
+            taken = taken.long().flatten()
+        value, log_prob, _ = policy.evaluate_actions(_to_tensor(policy, chunk), taken)
+        values[rows] = value.flatten().cpu().numpy()
+        log_probs[rows] = log_prob.cpu().numpy()
+    return values.reshape(shape), log_probs.reshape(shape)
+
+
+def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:
+    """A contiguous, aligned copy, as SB3's buffers give to ``train()``; other places in memory can give other bits."""
+    if isinstance(arrays, dict):
+        return {key: _to_tensor(policy, array) for key, array in arrays.items()}
+    return th.tensor(np.ascontiguousarray(arrays), device=policy.device)
+
+
+@contextmanager
+def gradient_at(parameters: Sequence[th.Tensor], policy: ActorCriticPolicy) -> Iterator[None]:
+    """Take the next gradient at other parameters, and apply it to the current ones (the paper, equation (7)).
+
+    theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): ``parameters`` (theta_{j-1}) stand in the policy while the loss is
+    computed and differentiated; right before the optimizer steps, with its state, theta_j is put back. Buffers are not
+    swapped: batch-norm statistics that the forward updates are the ones that survive.
+
+    :param parameters: theta_{j-1}, in the order of ``policy.parameters()``.
+    :param policy: The policy, with theta_j.
+    """
+    current = [parameter.detach().clone() for parameter in policy.parameters()]
+    pending = True
+
+    def restore(*_: Any) -> None:
+        nonlocal pending
+        if pending:
+            copy_parameters(current, policy)
+            pending = False
+
+    handle = policy.optimizer.register_step_pre_hook(restore)
+    try:
+        copy_parameters(parameters, policy)
+        yield
+    finally:
+        handle.remove()
+        restore()
+
+
+@th.no_grad()
+def copy_parameters(source: Sequence[th.Tensor], policy: ActorCriticPolicy) -> None:
+    """Overwrite the parameters of a policy."""
+    for parameter, value in zip(policy.parameters(), source, strict=True):
+        parameter.copy_(value)

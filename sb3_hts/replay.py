@@ -1,0 +1,103 @@
+"""A collected rollout as SB3's loop would have seen it, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch as th
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+from sb3_hts.acting import to_env_actions
+from sb3_hts.collector import Rollout, load_infos
+from sb3_hts.shared_arrays import Array
+
+Observation = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
+
+
+def as_observation(arrays: dict[Hashable, Array]) -> Observation:
+    """From observations by key to what SB3 passes around: an array, or a dict for Dict spaces."""
+    return arrays[None] if None in arrays else arrays  # type: ignore[return-value]
+
+
+class Replay:
+    """The data of one rollout, copied out of the storage; they never change again, so callbacks may keep them.
+
+    :param rollout: What the workers collected.
+    :param policy: The learner's policy.
+    :param action_space: Of the environments.
+    :param gamma: Discount factor, for the bootstrap of truncated episodes.
+    """
+
+    def __init__(
+        self, rollout: Rollout, policy: ActorCriticPolicy, action_space: spaces.Space[Any], gamma: float
+    ) -> None:
+        half = rollout.half
+        self.n_steps, self.n_envs = half.dones.shape
+        self.observations = {key: array.copy() for key, array in half.observations.items()}
+        self.actions = half.actions.copy()
+        self.clipped_actions = to_env_actions(policy, action_space, self.actions)
+        self.rewards = half.rewards.copy()
+        self.dones = half.dones.copy()
+        self.values = half.values.copy()
+        self.log_probs = half.log_probs.copy()
+        self.last_values = half.last_values.copy()
+        self.infos = load_infos(rollout, self.n_steps, self.n_envs)
+        self.bootstrapped_rewards = self._bootstrap(rollout, gamma)
+        self._device = policy.device
+        self._discrete = isinstance(action_space, spaces.Discrete)
+
+    def _bootstrap(self, rollout: Rollout, gamma: float) -> npt.NDArray[np.float32]:
+        """Rewards plus the discounted value of the terminal observation where a time limit ended the episode (SB3 #633)."""
+        rewards = self.rewards.copy()
+        for t, i in rollout.infos:
+            info = self.infos[t][i]
+            truncated = info.get("TimeLimit.truncated", False) and info.get("terminal_observation") is not None
+            if self.dones[t, i] and truncated:
+                rewards[t, i] += np.float32(gamma) * rollout.half.terminal_values[t, i]
+        return rewards
+
+    def observation(self, t: int) -> Observation:
+        """What the policy saw at step ``t``; ``t = n_steps``: what came after the last step."""
+        return as_observation({key: array[t] for key, array in self.observations.items()})
+
+    def value_tensor(self, t: int) -> th.Tensor:
+        """Values at step ``t``, ``(n_envs, 1)`` as the policy returns them; ``t = n_steps``: of the last observation."""
+        values = self.values[t] if t < self.n_steps else self.last_values
+        return th.from_numpy(values).reshape(-1, 1).to(self._device)
+
+    def log_prob_tensor(self, t: int) -> th.Tensor:
+        """Log-probabilities at step ``t``, ``(n_envs,)``."""
+        return th.from_numpy(self.log_probs[t]).to(self._device)
+
+    def stored_actions(self, t: int) -> Array:
+        """Actions at step ``t`` in the shape that SB3 passes to its buffer."""
+        return self.actions[t].reshape(-1, 1) if self._discrete else self.actions[t]
+
+    def fill(self, buffer: RolloutBuffer, first_episode_starts: npt.NDArray[np.bool_]) -> bool:
+        """Copy everything into SB3's own buffers at once, except ``pos``.
+
+        :return: False for a subclass, which must be given each step by ``add()``.
+        """
+        if type(buffer) not in (RolloutBuffer, DictRolloutBuffer):
+            return False
+        stored = {
+            key: array[:-1].reshape(buffer_array.shape).astype(buffer_array.dtype, copy=False)
+            for (key, array), buffer_array in zip(self.observations.items(), _arrays(buffer.observations), strict=True)
+        }
+        buffer.observations = as_observation(stored)  # type: ignore[assignment]
+        buffer.actions[...] = self.actions.reshape(buffer.actions.shape)
+        buffer.rewards[...] = self.bootstrapped_rewards
+        buffer.episode_starts[0] = first_episode_starts
+        buffer.episode_starts[1:] = self.dones[:-1]
+        buffer.values[...] = self.values
+        buffer.log_probs[...] = self.log_probs
+        return True
+
+
+def _arrays(observations: Any) -> list[Array]:
+    return list(observations.values()) if isinstance(observations, dict) else [observations]

@@ -1,0 +1,278 @@
+"""The worker process: hosts groups of environments, steps them in lockstep or runs them free for a whole rollout.
+
+It answers one request at a time (:mod:`sb3_hts.protocol`). While it collects it takes no requests, only the two notices,
+and those only when it has to wait for a snapshot; a cancellation also shows in shared memory, which it looks at before
+each step. It ends when told to, or when the main process does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch as th
+from stable_baselines3.common.vec_env.util import obs_space_info
+
+from sb3_hts.acting import Program
+from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, check_same_spaces, is_plain
+from sb3_hts.errors import ProtocolError
+from sb3_hts.pool import WorkerStatus
+from sb3_hts.protocol import (
+    Activity,
+    AttachLockstep,
+    CallMethod,
+    Cancel,
+    Close,
+    Collect,
+    Configure,
+    Done,
+    Failed,
+    GetAttr,
+    HasAttr,
+    IsWrapped,
+    Published,
+    Render,
+    Reply,
+    Request,
+    Reset,
+    Rows,
+    SetAttr,
+    Step,
+    Stepped,
+    Unconfigure,
+)
+from sb3_hts.rollout_runner import Channel, RolloutRunner
+from sb3_hts.serialization import dumps, loads
+from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
+from sb3_hts.slots import ParameterSlots
+from sb3_hts.storage import RolloutStorage
+
+
+def lockstep_specs(n_envs: int, observation_space: Any, action_space: Any) -> dict[Any, ArraySpec]:
+    """Arrays that serve ``reset()`` and ``step()``: observations, actions, rewards, dones of all environments.
+
+    Each row belongs to the worker of that environment while a request is under way, and to the main process otherwise.
+    """
+    keys, shapes, dtypes = obs_space_info(observation_space)
+    specs: dict[Any, ArraySpec] = {
+        ("observations", key): ArraySpec((n_envs, *shapes[key]), np.dtype(dtypes[key])) for key in keys
+    }
+    specs["rewards"] = ArraySpec((n_envs,), np.dtype(np.float32))
+    specs["dones"] = ArraySpec((n_envs,), np.dtype(bool))
+    specs["actions"] = ArraySpec((n_envs, *action_space.shape), np.dtype(action_space.dtype))
+    return specs
+
+
+def worker_main(
+    worker: int, connection: Connection, status: WorkerStatus, env_fns: bytes, first_index: int, group_size: int, n_envs: int
+) -> None:
+    """Entry point of the process.
+
+    :param worker: Index of this worker.
+    :param connection: Pipe to the main process.
+    :param status: Where to say what we are doing.
+    :param env_fns: The serialised list of functions that make this worker's environments.
+    :param first_index: Index of the first of them, over all workers.
+    :param group_size: Environments per group.
+    :param n_envs: Environments over all workers.
+    """
+    # Ctrl-C reaches the whole process group; what happens then is for the main process to decide
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_main_process, daemon=True).start()
+    # One worker, one core: OpenMP teams of many processes only fight, and thread counts change floating-point results
+    th.set_num_threads(1)
+    _Worker(worker, connection, status, first_index, n_envs).run(env_fns, group_size)
+
+
+def _exit_with_main_process() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+class _Worker:
+    def __init__(
+        self, worker: int, connection: Connection, status: WorkerStatus, first_index: int, n_envs: int
+    ) -> None:
+        self._worker = worker
+        self._connection = connection
+        self._status = status
+        self._first_index = first_index
+        self._n_envs = n_envs
+        self._groups: list[EnvGroup] = []
+        self._generators = GlobalGenerators()
+        self._arrays: dict[Any, Array] = {}
+        self._runner: RolloutRunner | None = None
+
+    def run(self, env_fns: bytes, group_size: int) -> None:
+        """Construct the environments, then answer requests until :class:`Close`."""
+        self._reply(lambda: self._construct(env_fns, group_size))
+        while True:
+            self._report(Activity.WAITING)
+            try:
+                request = pickle.loads(self._connection.recv_bytes())
+            except EOFError:
+                break
+            if isinstance(request, (Published, Cancel)):
+                continue  # of a rollout that has ended
+            if isinstance(request, Close):
+                break
+            self._reply(lambda request=request: self._answer(request))
+        self._close()
+
+    def _reply(self, work: Callable[[], Reply]) -> None:
+        try:
+            reply = work()
+        except BaseException as error:  # also SystemExit: whatever an environment raises is the main process's to hear
+            reply = self._describe(error)
+        self._connection.send_bytes(dumps(reply))
+
+    def _describe(self, error: BaseException) -> Failed:
+        activity, env_index, _ = self._status.read(self._worker)
+        try:
+            exception = dumps(error)
+        except Exception:
+            exception = None
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return Failed(env_index, activity, exception, summary, traceback.format_exc().rstrip())
+
+    def _report(self, activity: Activity, env_index: int = -1) -> None:
+        self._status.set(self._worker, activity, env_index)
+
+    def _construct(self, env_fns: bytes, group_size: int) -> Reply:
+        self._report(Activity.CONSTRUCTING, self._first_index)
+        functions: Sequence[EnvFn] = loads(env_fns)
+        for first in range(0, len(functions), group_size):
+            self._generators.enter(first // group_size)
+            self._groups.append(EnvGroup(functions[first : first + group_size], self._first_index + first, self._report))
+        spaces = self._groups[0].observation_space, self._groups[0].action_space
+        for group in self._groups:
+            check_same_spaces(group.first_index, group.envs[0], *spaces)
+        return Done(dumps((*spaces, self._groups[0].metadata)))
+
+    def _answer(self, request: Request) -> Reply:
+        match request:
+            case Step():
+                return self._step()
+            case Collect():
+                if self._runner is None:
+                    raise ProtocolError("Asked to collect a rollout before being told how")
+                return replace(self._runner.collect(request), reset_infos=dumps(self._reset_infos()))
+            case Reset():
+                return self._reset(request)
+            case AttachLockstep():
+                return self._attach_lockstep(request)
+            case Configure():
+                return self._configure(request)
+            case Unconfigure():
+                self._runner = None
+                return Done()
+            case _:
+                return Done(dumps(self._call(request)))
+
+    def _each_group(self) -> Iterator[EnvGroup]:
+        for index, group in enumerate(self._groups):
+            self._generators.enter(index)
+            yield group
+
+    def _attach_lockstep(self, request: AttachLockstep) -> Reply:
+        block = SharedBlock.receive(self._connection, request.nbytes)
+        block.release_descriptor()
+        specs = lockstep_specs(self._n_envs, self._groups[0].observation_space, self._groups[0].action_space)
+        self._arrays = carve(block.bytes, specs)
+        return Done()
+
+    def _configure(self, request: Configure) -> Reply:
+        storage_block = SharedBlock.receive(self._connection, request.storage_nbytes)
+        slots_block = SharedBlock.receive(self._connection, request.slots_nbytes)
+        for block in (storage_block, slots_block):
+            block.release_descriptor()
+        self._report(Activity.ACTING)
+        program: Program = loads(request.program)
+        self._runner = RolloutRunner(
+            program,
+            RolloutStorage(program.layout, storage_block),
+            ParameterSlots(program.slot_nbytes, program.n_slots, slots_block),
+            self._groups,
+            Channel(self._worker, self._connection, self._status),
+            self._generators,
+        )
+        return Done()
+
+    def _reset(self, request: Reset) -> Reply:
+        options = loads(request.options)
+        reset_infos: list[dict[str, Any]] = []
+        for group in self._each_group():
+            rows = slice(len(reset_infos), len(reset_infos) + group.num_envs)
+            group.prepare_reset(request.seeds[rows], options[rows])
+            group.reset()
+            self._write_observations(group)
+            reset_infos += group.reset_infos
+        return Done(dumps(reset_infos))
+
+    def _step(self) -> Reply:
+        infos: dict[int, bytes] = {}
+        any_reset = False
+        for group in self._each_group():
+            columns = group.columns
+            group.step_async(self._arrays["actions"][columns])
+            _, self._arrays["rewards"][columns], self._arrays["dones"][columns], group_infos = group.step_wait()
+            self._write_observations(group)
+            infos.update((i + columns.start, dumps(info)) for i, info in enumerate(group_infos) if not is_plain(info))
+            any_reset |= group.any_reset
+            group.any_reset = False
+        return Stepped(infos, dumps(self._reset_infos()) if any_reset else None)
+
+    def _reset_infos(self) -> list[dict[str, Any]]:
+        return [info for group in self._groups for info in group.reset_infos]
+
+    def _write_observations(self, group: EnvGroup) -> None:
+        for key, buffer in group.buf_obs.items():
+            self._arrays["observations", key][group.columns] = buffer
+
+    def _call(self, request: Request) -> Any:
+        """Requests that concern single environments; the result has one entry per row."""
+        self._report(Activity.CALLING)
+        match request:
+            case GetAttr(name, rows):
+                return self._each_row(rows, lambda group, row: group.get_attr(name, row))
+            case HasAttr(name, rows):
+                return self._each_row(rows, lambda group, row: [group.has_attr(name, row)])
+            case SetAttr(name, value, rows):
+                return self._each_row(rows, lambda group, row: [group.set_attr(name, loads(value), row)])
+            case CallMethod(name, arguments, rows):
+                args, kwargs = loads(arguments)
+                return self._each_row(rows, lambda group, row: group.env_method(name, *args, indices=row, **kwargs))
+            case IsWrapped(wrapper_class, rows):
+                return self._each_row(rows, lambda group, row: group.env_is_wrapped(loads(wrapper_class), row))
+            case Render(rows):
+                return self._each_row(rows, lambda group, row: [group.envs[row].render()])
+        raise ProtocolError(f"Unknown request {type(request).__name__}")
+
+    def _each_row(self, rows: Rows, call: Callable[[EnvGroup, int], list[Any]]) -> list[Any]:
+        results: list[Any] = []
+        for row in rows:
+            index, row_in_group = divmod(row, self._groups[0].num_envs)
+            self._generators.enter(index)
+            self._report(Activity.CALLING, self._first_index + row)
+            results += call(self._groups[index], row_in_group)
+        return results
+
+    def _close(self) -> None:
+        for group in self._groups:
+            for row, env in enumerate(group.envs):
+                self._report(Activity.CLOSING, group.first_index + row)
+                try:
+                    env.close()
+                except Exception:
+                    traceback.print_exc()

@@ -1,0 +1,238 @@
+"""The oracle: stock SB3 in one process, with nothing of this package but the seed of each (group, step).
+
+A serial loop collects each rollout with the parameters of the schedule, one policy forward per group; stock buffers, GAE and
+``train()`` do the rest. What HTSPPO and HTSA2C do with worker processes must come out the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.utils import obs_as_tensor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+from sb3_hts.seeding import stream_seed
+
+Tensors = list[th.Tensor]
+
+
+def clone(policy: th.nn.Module) -> Tensors:
+    return [tensor.detach().clone() for tensor in [*policy.parameters(), *policy.buffers()]]
+
+
+@th.no_grad()
+def load(policy: th.nn.Module, tensors: Tensors) -> None:
+    for target, source in zip([*policy.parameters(), *policy.buffers()], tensors, strict=True):
+        target.copy_(source)
+
+
+class Oracle:
+    """Trains like HTS-RL, the slow and obvious way.
+
+    :param algorithm: Stock ``PPO`` or ``A2C``.
+    :param env_fns: The environments.
+    :param wrap: Puts vectorized wrappers over the ``DummyVecEnv``.
+    """
+
+    def __init__(
+        self,
+        algorithm: type[PPO] | type[A2C],
+        policy: Any,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        group_size: int,
+        lag: int,
+        n_snapshots: int,
+        correction: str,
+        seed: int,
+        wrap: Callable[[VecEnv], VecEnv] = lambda env: env,
+        **kwargs: Any,
+    ) -> None:
+        self.model = algorithm(policy, wrap(DummyVecEnv(list(env_fns))), seed=seed, **kwargs)
+        # A policy for acting, apart from the learner's; its own initial parameters are never used
+        state = th.get_rng_state()
+        self.actor = self.model.policy_class(
+            self.model.observation_space,
+            self.model.action_space,
+            self.model.lr_schedule,
+            use_sde=self.model.use_sde,
+            **self.model.policy_kwargs,
+        )
+        th.set_rng_state(state)
+        self.actor.set_training_mode(False)
+        self.group_size, self.lag, self.n_snapshots = group_size, lag, n_snapshots
+        self.correction, self.seed = correction, seed
+        self.global_step = 0
+
+    def learn(self, n_updates: int) -> PPO | A2C:
+        model = self.model
+        assert model.env is not None
+        total = n_updates * model.n_steps * model.env.num_envs
+        model._setup_learn(total)
+        snapshots = [clone(model.policy)]
+        for k in range(n_updates):
+            behaviour = snapshots
+            self.collect(behaviour)
+            model._update_current_progress_remaining(model.num_timesteps, total)
+            on_policy = self.lag == 0 or k == 0
+            snapshots = self.train(behaviour[0], on_policy)
+            if self.lag == 0:
+                snapshots = [clone(model.policy)]
+        return model
+
+    # --- collection -------------------------------------------------------------------------------------------------
+
+    @th.no_grad()
+    def collect(self, snapshots: list[Tensors]) -> None:
+        model, env = self.model, self.model.env
+        assert env is not None
+        model.rollout_buffer.reset()
+        state = th.get_rng_state()
+        exploration: dict[int, Any] = {}
+        for t in range(model.n_steps):
+            load(self.actor, snapshots[t * len(snapshots) // model.n_steps])
+            actions, values, log_probs = self.forward(t, exploration)
+            self.global_step += 1
+            new_obs, rewards, dones, infos = env.step(self.env_actions(actions))
+            model.num_timesteps += env.num_envs
+            for i, done in enumerate(dones):
+                if done and infos[i]["TimeLimit.truncated"]:
+                    terminal_obs = self.actor.obs_to_tensor(infos[i]["terminal_observation"])[0]
+                    rewards[i] += model.gamma * self.actor.predict_values(terminal_obs)[0]
+            if isinstance(model.action_space, spaces.Discrete):
+                actions = actions.reshape(-1, 1)
+            model.rollout_buffer.add(model._last_obs, actions, rewards, model._last_episode_starts, values, log_probs)
+            model._last_obs, model._last_episode_starts = new_obs, dones
+        last_values = th.cat([self.actor.predict_values(obs) for obs in self.groups(model._last_obs)])
+        model.rollout_buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
+        th.set_rng_state(state)
+
+    def groups(self, observations: Any) -> list[Any]:
+        """Observations of each group, as freshly allocated tensors."""
+        size = self.group_size
+
+        def cut(array: np.ndarray, first: int) -> np.ndarray:
+            return array[first : first + size]
+
+        n_envs = self.model.n_envs
+        if isinstance(observations, dict):
+            parts: list[Any] = [
+                {key: cut(array, first) for key, array in observations.items()} for first in range(0, n_envs, size)
+            ]
+            return [{key: tensor.clone() for key, tensor in obs_as_tensor(part, "cpu").items()} for part in parts]
+        return [obs_as_tensor(cut(observations, first), "cpu").clone() for first in range(0, n_envs, size)]
+
+    def forward(self, t: int, exploration: dict[int, Any]) -> tuple[np.ndarray, th.Tensor, th.Tensor]:
+        results = []
+        for group, obs in enumerate(self.groups(self.model._last_obs)):
+            seed = stream_seed(self.seed, group, self.global_step)
+            if self.model.use_sde:
+                frequency = self.model.sde_sample_freq
+                if t == 0 or (frequency > 0 and t % frequency == 0):
+                    th.manual_seed(seed)
+                    self.actor.reset_noise(self.group_size)
+                    dist: Any = self.actor.action_dist
+                    exploration[group] = (dist.exploration_mat, dist.exploration_matrices)
+                dist = self.actor.action_dist
+                dist.exploration_mat, dist.exploration_matrices = exploration[group]
+            th.manual_seed(seed)
+            results.append(self.actor(obs))
+        actions, values, log_probs = zip(*results, strict=True)
+        return th.cat(actions).numpy(), th.cat(values), th.cat(log_probs)
+
+    def env_actions(self, actions: np.ndarray) -> np.ndarray:
+        space = self.model.action_space
+        if not isinstance(space, spaces.Box):
+            return actions
+        if self.actor.squash_output:
+            return self.actor.unscale_action(actions)
+        return np.clip(actions, space.low, space.high)
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def train(self, behaviour: Tensors, on_policy: bool) -> list[Tensors]:
+        """One update; returns the snapshots that the next rollout is collected with."""
+        model = self.model
+        if not on_policy:
+            self.correct()
+        delayed = self.correction == "delayed_gradient" and not on_policy
+        gradient_steps = 1
+        if isinstance(model, PPO):
+            size = model.n_steps * model.n_envs
+            gradient_steps = model.n_epochs * -(-size // model.batch_size)
+        due = [i * gradient_steps // self.n_snapshots for i in range(self.n_snapshots)]
+        iterates = [clone(model.policy)]
+        step = model.policy.optimizer.step
+        target = [parameter.detach().clone() for parameter in model.policy.parameters()]
+
+        def patched_step(*args: Any, **kwargs: Any) -> Any:
+            if delayed:
+                with th.no_grad():
+                    for parameter, value in zip(model.policy.parameters(), target, strict=True):
+                        parameter.copy_(value)
+            result = step(*args, **kwargs)
+            iterates.append(clone(model.policy))
+            return result
+
+        model.policy.optimizer.step = patched_step  # type: ignore[method-assign]
+        if delayed:
+            with th.no_grad():
+                for parameter, value in zip(model.policy.parameters(), behaviour, strict=False):
+                    parameter.copy_(value)
+        model._logger.name_to_value.clear()
+        model.train()
+        del model.policy.optimizer.step
+        final = clone(model.policy)
+        return [iterates[step] if step < len(iterates) else final for step in due]
+
+    def correct(self) -> None:
+        if self.correction in ("behaviour", "none", "delayed_gradient"):
+            return
+        model, buffer = self.model, self.model.rollout_buffer
+        model.policy.set_training_mode(False)
+        values, log_probs = self.evaluate()
+        ratio = np.exp(log_probs - buffer.log_probs)
+        if self.correction == "truncated_is":
+            buffer.advantages = buffer.advantages * np.minimum(ratio, np.float32(1))
+            return
+        buffer.values, buffer.log_probs = values, log_probs
+        with th.no_grad():
+            obs: Any = model._last_obs
+            copies = obs if isinstance(obs, dict) else {None: obs}
+            copies = {key: th.tensor(np.ascontiguousarray(array)) for key, array in copies.items()}
+            obs = copies if isinstance(obs, dict) else copies[None]
+            last_values = model.policy.predict_values(obs)
+        buffer.compute_returns_and_advantage(last_values=last_values, dones=model._last_episode_starts)
+        if self.correction == "decoupled":
+            centred = buffer.advantages - buffer.advantages.mean()
+            buffer.advantages = centred * np.minimum(ratio, np.float32(2))
+
+    @th.no_grad()
+    def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and log-probabilities under the learner's policy, at most 1024 rows at a time."""
+        model, buffer = self.model, self.model.rollout_buffer
+        n_rows = model.n_steps * model.n_envs
+
+        def rows(array: np.ndarray, first: int) -> th.Tensor:
+            return th.tensor(array.reshape(n_rows, *array.shape[2:])[first : first + 1024])
+
+        values, log_probs = [], []
+        for first in range(0, n_rows, 1024):
+            stored: Any = buffer.observations
+            if isinstance(stored, dict):
+                obs: Any = {key: rows(array, first) for key, array in stored.items()}
+            else:
+                obs = rows(stored, first)
+            actions = rows(buffer.actions.astype(np.float32), first)
+            if isinstance(model.action_space, spaces.Discrete):
+                actions = actions.long().flatten()
+            value, log_prob, _ = model.policy.evaluate_actions(obs, actions)
+            values.append(value.flatten())
+            log_probs.append(log_prob)
+        shape = (model.n_steps, model.n_envs)
+        return th.cat(values).numpy().reshape(shape), th.cat(log_probs).numpy().reshape(shape)

@@ -1,0 +1,153 @@
+"""Promise 2: bitwise the same parameters as stock SB3 in one process under the same schedule and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from envs import WalkEnv
+from gymnasium import spaces
+from oracle import Oracle
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
+
+from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
+
+N_UPDATES = 10
+N_ENVS = 4
+
+DISCRETE = spaces.Discrete(3)
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+IMAGE = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+DICT = spaces.Dict(
+    {"position": spaces.Box(-1, 1, (3,), np.float32), "cell": spaces.Discrete(5), "flags": spaces.MultiBinary(4)}
+)
+SMALL = {"net_arch": [16]}
+
+
+def assert_equal_to_oracle(
+    algorithm: type[HTSPPO] | type[HTSA2C],
+    *,
+    policy: str = "MlpPolicy",
+    observation_space: spaces.Space[Any] | None = None,
+    action_space: spaces.Space[Any] = DISCRETE,
+    group_size: int = 2,
+    lag: int = 1,
+    n_snapshots: int = 1,
+    correction: str,
+    wrap: Callable[[VecEnv], VecEnv] = lambda env: env,
+    **kwargs: Any,
+) -> None:
+    stock: type[PPO] | type[A2C] = PPO if issubclass(algorithm, HTSPPO) else A2C
+    env_fns = [partial(WalkEnv, observation_space, action_space) for _ in range(N_ENVS)]
+    kwargs = {"n_steps": 8, "policy_kwargs": SMALL, "device": "cpu", **kwargs}
+    oracle = Oracle(
+        stock,
+        policy,
+        env_fns,
+        group_size=group_size,
+        lag=lag,
+        n_snapshots=n_snapshots,
+        correction=correction,
+        seed=7,
+        wrap=wrap,
+        **kwargs,
+    )
+    expected = oracle.learn(N_UPDATES)
+    extra = {"n_snapshots": n_snapshots} if algorithm is HTSPPO else {}
+    with HTSVecEnv(env_fns, envs_per_group=group_size) as env:
+        model = algorithm(policy, wrap(env), seed=7, policy_lag=lag, correction=correction, **extra, **kwargs)  # type: ignore[arg-type]
+        model.learn(N_UPDATES * 8 * N_ENVS)
+    assert model.num_timesteps == expected.num_timesteps
+    np.testing.assert_equal(model._last_obs, expected._last_obs)
+    theirs = expected.policy.state_dict()
+    for name, tensor in model.policy.state_dict().items():
+        assert th.equal(tensor, theirs[name]), f"{name} differs by {(tensor - theirs[name]).abs().max()}"
+    states = [m.policy.optimizer.state_dict()["state"] for m in (model, expected)]
+    for ours, theirs_ in zip(states[0].values(), states[1].values(), strict=True):
+        for name in ours:
+            assert th.equal(th.as_tensor(ours[name]), th.as_tensor(theirs_[name])), name
+
+
+PPO_KWARGS = {"batch_size": 12, "n_epochs": 3}
+
+
+@pytest.mark.parametrize("correction", ["proximal", "behaviour", "decoupled"])
+@pytest.mark.parametrize(("lag", "n_snapshots"), [(0, 1), (1, 1), (1, 4)])
+@pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
+def test_ppo(correction: str, lag: int, n_snapshots: int, action_space: spaces.Space[Any]) -> None:
+    assert_equal_to_oracle(
+        HTSPPO, action_space=action_space, lag=lag, n_snapshots=n_snapshots, correction=correction, **PPO_KWARGS
+    )
+
+
+@pytest.mark.parametrize("correction", ["delayed_gradient", "none", "truncated_is"])
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("action_space", [DISCRETE, BOX], ids=["discrete", "box"])
+def test_a2c(correction: str, lag: int, action_space: spaces.Space[Any]) -> None:
+    assert_equal_to_oracle(HTSA2C, action_space=action_space, lag=lag, correction=correction)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_group_sizes(group_size: int) -> None:
+    assert_equal_to_oracle(HTSPPO, group_size=group_size, n_snapshots=4, correction="proximal", **PPO_KWARGS)
+    assert_equal_to_oracle(HTSA2C, group_size=group_size, correction="delayed_gradient")
+
+
+def test_cnn_with_frame_stack_and_transposed_images() -> None:
+    cnn = {"policy": "CnnPolicy", "observation_space": IMAGE, "wrap": partial(VecFrameStack, n_stack=2)}
+    kwargs = {"policy_kwargs": {"features_extractor_kwargs": {"features_dim": 16}}}
+    assert_equal_to_oracle(HTSPPO, n_snapshots=4, correction="proximal", **PPO_KWARGS, **cnn, **kwargs)
+    assert_equal_to_oracle(HTSA2C, correction="delayed_gradient", **cnn, **kwargs)
+
+
+def test_dict_observations() -> None:
+    kwargs = {"policy": "MultiInputPolicy", "observation_space": DICT}
+    assert_equal_to_oracle(HTSPPO, n_snapshots=2, correction="proximal", **PPO_KWARGS, **kwargs)
+    assert_equal_to_oracle(HTSA2C, correction="delayed_gradient", **kwargs)
+
+
+@pytest.mark.parametrize(
+    "action_space",
+    [spaces.MultiDiscrete([3, 2]), spaces.MultiBinary(3), spaces.Box(-2, 3, (2,), np.float64)],
+    ids=["multidiscrete", "multibinary", "box64"],
+)
+def test_action_spaces(action_space: spaces.Space[Any]) -> None:
+    assert_equal_to_oracle(HTSPPO, action_space=action_space, n_snapshots=4, correction="proximal", **PPO_KWARGS)
+
+
+@pytest.mark.parametrize(
+    "observation_space",
+    [spaces.Discrete(6), spaces.MultiBinary(5), spaces.MultiDiscrete([4, 3]), spaces.Box(-1, 1, (2, 3), np.float64)],
+    ids=["discrete", "multibinary", "multidiscrete", "box64"],
+)
+def test_observation_spaces(observation_space: spaces.Space[Any]) -> None:
+    assert_equal_to_oracle(
+        HTSPPO, observation_space=observation_space, n_snapshots=4, correction="proximal", **PPO_KWARGS
+    )
+
+
+@pytest.mark.parametrize("sde_sample_freq", [-1, 3])
+@pytest.mark.parametrize("squash_output", [False, True], ids=["clipped", "squashed"])
+def test_gsde(sde_sample_freq: int, squash_output: bool) -> None:
+    kwargs = {
+        "action_space": BOX,
+        "use_sde": True,
+        "sde_sample_freq": sde_sample_freq,
+        "policy_kwargs": {**SMALL, "squash_output": squash_output},
+    }
+    assert_equal_to_oracle(HTSPPO, n_snapshots=4, correction="proximal", **PPO_KWARGS, **kwargs)
+    assert_equal_to_oracle(HTSA2C, correction="delayed_gradient", **kwargs)
+
+
+def test_early_stop_by_target_kl_publishes_the_final_parameters() -> None:
+    kwargs = {**PPO_KWARGS, "target_kl": 1e-4, "learning_rate": 3e-3}
+    assert_equal_to_oracle(HTSPPO, n_snapshots=4, correction="proximal", **kwargs)
+
+
+def test_fewer_gradient_steps_than_snapshots() -> None:
+    assert_equal_to_oracle(HTSPPO, n_snapshots=8, correction="proximal", batch_size=32, n_epochs=3)
