@@ -21,6 +21,7 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_hts.lean_forward import lean_forward
 from sb3_hts.seeding import stream_seed
 from sb3_hts.shared_arrays import Array, ArraySpec, aligned, empty_aligned
 from sb3_hts.slots import ParameterSlots
@@ -128,7 +129,7 @@ class Program:
     sde_sample_freq: int | None
 
 
-class _PolicyPickler(cloudpickle.Pickler):
+class _PolicyPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
     """Numbers instead of parameters, nothing instead of optimizers, CPU copies of any other tensor."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
@@ -142,7 +143,7 @@ class _PolicyPickler(cloudpickle.Pickler):
         if isinstance(obj, th.optim.Optimizer):
             return type(None), ()
         if isinstance(obj, th.Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return th.Tensor.cpu, (th.from_numpy(obj.detach().cpu().numpy()),)
         return super().reducer_override(obj)
 
 
@@ -219,16 +220,16 @@ class GroupActor:
     def __init__(self, replica: Replica, program: Program, group: int, size: int) -> None:
         self._replica = replica
         self._policy = replica.policy
+        self._forward = lean_forward(replica.policy)
         self._group = group
         self._size = size
         self._sde_sample_freq = program.sde_sample_freq
         self._exploration: tuple[Any, Any] | None = None
         self._inputs = {
-            key: _input_array(size, spec, key in program.channels_last)
-            for key, spec in program.layout.observations.items()
+            key: _input_array(size, spec, key in program.channels_last) for key, spec in program.layout.observations.items()
         }
         tensors = {key: th.from_numpy(array) for key, array in self._inputs.items()}
-        self._obs_tensor: Any = tensors[None] if None in tensors else tensors
+        self._obs_tensor: Any = tensors.get(None, tensors)
 
     @th.no_grad()
     def act(self, observations: Observations, first_step: int, t: int) -> tuple[Array, Array, Array]:
@@ -242,7 +243,7 @@ class GroupActor:
         if self._sde_sample_freq is not None:
             self._explore(first_step, t)
         self._replica.seed(self._group, first_step + t)
-        actions, values, log_probs = self._policy(self._load(observations))
+        actions, values, log_probs = self._forward(self._load(observations))
         return actions.numpy(), values.numpy().reshape(-1), log_probs.numpy()
 
     @th.no_grad()
@@ -288,5 +289,3 @@ def to_env_actions(policy: Any, action_space: spaces.Space[Any], actions: Array)
     if policy.squash_output:
         return np.asarray(policy.unscale_action(actions))
     return np.clip(actions, action_space.low, action_space.high)
-
-

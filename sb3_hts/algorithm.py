@@ -26,7 +26,7 @@ from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
-from sb3_hts.corrections import Correction, correct_rollout, gradient_at
+from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at
 from sb3_hts.replay import Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
 from sb3_hts.vec_env import HTSVecEnv
@@ -41,7 +41,8 @@ class _Run:
     """The pipeline of one ``learn()``.
 
     :param collector: ``None`` if rollouts are collected by SB3's own loop.
-    :param launched: Parameters at the launch of the rollout in flight, where the correction needs them.
+    :param parameters: The policy's, listed once: walking through the modules takes longer than copying them.
+    :param launched: Values of the parameters at the launch of the rollout in flight, where the correction needs them.
     :param behaviour: The same, of the rollout that has been replayed last.
     :param lag: Measured lag of that rollout, in updates.
     :param n_gradient_steps: Optimizer steps of one update.
@@ -49,6 +50,7 @@ class _Run:
     """
 
     collector: WorkerCollector | None
+    parameters: list[th.nn.Parameter]
     launched: list[th.Tensor] | None = None
     behaviour: list[th.Tensor] | None = None
     lag: float = 0.0
@@ -150,7 +152,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if reason is not None:
             if self.verbose >= 1:
                 print(f"HTS: rollouts are collected one after the other with training, because {reason}.")
-            return _Run(None)
+            return _Run(None, [])
         assert self._noise_key is not None
         collector = WorkerCollector(
             env,
@@ -164,12 +166,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             base = unwrap(env)[1]
             assert isinstance(base, HTSVecEnv)
             print(
-                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, policy lag {self.policy_lag}, "
-                f"correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB of shared memory."
+                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, "
+                f"policy lag {self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB of shared memory."
             )
         if self.policy_lag > 0:
             th.set_num_threads(learner_threads(th.get_num_threads()))
-        return _Run(collector)
+        return _Run(collector, list(self.policy.parameters()))
 
     # --- collect ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         callback.on_rollout_start()
         assert self._last_obs is not None
         if self._correction.gradient == "behaviour":
-            run.launched = [parameter.detach().clone() for parameter in self.policy.parameters()]
+            run.launched = copy_of(run.parameters)
         collector.start(self._last_obs, self._global_step, n_snapshots, (self._n_trained, 0))
         self._global_step += n_rollout_steps
 
@@ -318,15 +320,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             super().train()
             return
         if run.lag > 0:
-            assert self._last_obs is not None and self._last_episode_starts is not None
-            correct_rollout(
-                self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts
-            )
+            assert self._last_obs is not None
+            assert self._last_episode_starts is not None
+            correct_rollout(self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts)
         delayed = run.lag > 0 and self._correction.gradient == "behaviour"
         with self._publishing(run, run.collector):
             if delayed:
                 assert run.behaviour is not None
-                with gradient_at(run.behaviour, self.policy):
+                with gradient_at(run.behaviour, run.parameters, self.policy.optimizer):
                     super().train()
             else:
                 super().train()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +112,7 @@ class WorkerCollector:
         self._env = base
         self._learner = threading.current_thread()
         keys, shapes, dtypes = obs_space_info(env.observation_space)
-        observations: dict[Hashable, ArraySpec] = {
-            key: ArraySpec(tuple(shapes[key]), np.dtype(dtypes[key])) for key in keys
-        }
+        observations: dict[Hashable, ArraySpec] = {key: ArraySpec(tuple(shapes[key]), np.dtype(dtypes[key])) for key in keys}
         layout = RolloutLayout(n_steps, env.num_envs, observations, action_spec(env.action_space))
         tensors = PolicyTensors(policy)
         slots = ParameterSlots(tensors.nbytes, n_snapshots)
@@ -148,7 +147,11 @@ class WorkerCollector:
         return self._n_snapshots - self._n_published if self.in_flight else 0
 
     def start(
-        self, observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]], first_step: int, n_snapshots: int, version: Version
+        self,
+        observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+        first_step: int,
+        n_snapshots: int,
+        version: Version,
     ) -> None:
         """Publish the current parameters as snapshot 0 and launch a rollout.
 
@@ -179,7 +182,7 @@ class WorkerCollector:
         self._env.start_rollout(self._rollout, request, self)
 
     def publish(self, version: Version) -> None:
-        """Publish the current parameters as the next snapshot of the rollout in flight; to be called between gradient steps."""
+        """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""
         self._version = version
         self._publisher.write(self._n_published, version)
         self._env.announce_snapshot(self._n_published)
@@ -240,10 +243,8 @@ class WorkerCollector:
 
     def release(self) -> None:
         """Give the memory back. The environments stay as they are; after a failure they are gone already."""
-        try:
+        with suppress(HTSError):
             self._env.release_rollouts()
-        except HTSError:
-            pass
 
     def before_waiting(self) -> None:
         """Publish what the workers still need: if the learner's thread is the one that waits, nobody else will."""

@@ -95,9 +95,7 @@ def correct_rollout(
 
 
 @th.no_grad()
-def evaluate(
-    policy: ActorCriticPolicy, buffer: RolloutBuffer
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :data:`CHUNK` rows.
 
     :return: Both ``(n_steps, n_envs)`` float32.
@@ -131,36 +129,41 @@ def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:
 
 
 @contextmanager
-def gradient_at(parameters: Sequence[th.Tensor], policy: ActorCriticPolicy) -> Iterator[None]:
+def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], optimizer: th.optim.Optimizer) -> Iterator[None]:
     """Take the next gradient at other parameters, and apply it to the current ones (the paper, equation (7)).
 
-    theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): ``parameters`` (theta_{j-1}) stand in the policy while the loss is
-    computed and differentiated; right before the optimizer steps, with its state, theta_j is put back. Buffers are not
-    swapped: batch-norm statistics that the forward updates are the ones that survive.
+    theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): ``values`` (theta_{j-1}) stand in the policy while the loss is computed
+    and differentiated; right before the optimizer steps, with its state, theta_j is put back. Buffers are not swapped:
+    the batch-norm statistics that survive are the newest ones, as the forward updates them.
 
-    :param parameters: theta_{j-1}, in the order of ``policy.parameters()``.
-    :param policy: The policy, with theta_j.
+    :param values: theta_{j-1}.
+    :param parameters: The policy's parameters, in the same order; they hold theta_j.
+    :param optimizer: Of the policy.
     """
-    current = [parameter.detach().clone() for parameter in policy.parameters()]
+    current = copy_of(parameters)
     pending = True
 
     def restore(*_: Any) -> None:
         nonlocal pending
         if pending:
-            copy_parameters(current, policy)
+            _overwrite(parameters, current)
             pending = False
 
-    handle = policy.optimizer.register_step_pre_hook(restore)
+    handle = optimizer.register_step_pre_hook(restore)
     try:
-        copy_parameters(parameters, policy)
+        _overwrite(parameters, values)
         yield
     finally:
         handle.remove()
         restore()
 
 
+def copy_of(parameters: Sequence[th.Tensor]) -> list[th.Tensor]:
+    """The values of some parameters at this moment."""
+    return [parameter.detach().clone() for parameter in parameters]
+
+
 @th.no_grad()
-def copy_parameters(source: Sequence[th.Tensor], policy: ActorCriticPolicy) -> None:
-    """Overwrite the parameters of a policy."""
-    for parameter, value in zip(policy.parameters(), source, strict=True):
+def _overwrite(parameters: Sequence[th.Tensor], values: Sequence[th.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)

@@ -61,7 +61,7 @@ class WorkerTimeout(WorkerError):
     """A worker made no progress within ``step_timeout`` seconds."""
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - it carries a text, it is not an error of its own
+class RemoteTraceback(Exception):
     """The traceback of an exception that was raised in another process, as text."""
 
     def __init__(self, text: str) -> None:

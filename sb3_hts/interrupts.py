@@ -32,9 +32,7 @@ class InterruptShield:
                 self._previous = handler
                 signal.signal(signal.SIGINT, self._remember)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         self._depth -= 1

@@ -19,7 +19,6 @@ from multiprocessing import Pipe, process, util
 from multiprocessing.connection import Connection
 from typing import Any
 
-
 from sb3_hts.errors import RemoteTraceback, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout, describe_exit
 from sb3_hts.interrupts import shielded
 from sb3_hts.processes import ForkServerLease, make_process
@@ -41,7 +40,7 @@ class WorkerStatus:
         self.n_workers = n_workers
         self.block = SharedBlock((3 * n_workers + 1) * 8) if block is None else block
         # A memoryview, since reading and writing single items is several times faster than with an array
-        self._words = memoryview(self.block.bytes).cast("q")
+        self._words = self.block.bytes.data.cast("q")
         if block is None:
             self._words[3 * n_workers] = -1
             for worker in range(n_workers):
@@ -97,9 +96,7 @@ class WorkerPool:
         self._processes: list[process.BaseProcess] = []
         self._polls: list[select.poll] = []
         self._lease = ForkServerLease() if start_method == "forkserver" else None
-        self._finalizer = util.Finalize(
-            self, _shut_down, (self._processes, self._connections, self._lease), exitpriority=10
-        )
+        self._finalizer = util.Finalize(self, _shut_down, (self._processes, self._connections, self._lease), exitpriority=10)
         try:
             with shielded:
                 for worker, args in enumerate(args_per_worker):
@@ -285,9 +282,7 @@ def _drain_until_exit(child: process.BaseProcess, connection: Connection, deadli
     child.join(max(0.0, deadline - time.monotonic()))
 
 
-def _shut_down(
-    processes: list[process.BaseProcess], connections: list[Connection], lease: ForkServerLease | None
-) -> None:
+def _shut_down(processes: list[process.BaseProcess], connections: list[Connection], lease: ForkServerLease | None) -> None:
     """Kill what still runs and give everything back; must not refer to the pool, whose finalizer it is."""
     with shielded:
         for child in processes:
@@ -300,6 +295,3 @@ def _shut_down(
             connection.close()
         if lease is not None:
             lease.release()
-
-
-

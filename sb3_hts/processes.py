@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import context, forkserver, popen_forkserver, popen_spawn_posix, process, reduction, spawn, util
 from multiprocessing import resource_tracker as tracker
 from typing import Any
@@ -45,6 +46,10 @@ def _main_free_payload(popen: Any, process_obj: Any) -> memoryview:
 
 class _PrivateForkServer(forkserver.ForkServer):
     """A forkserver of our own that can be stopped."""
+
+    # Of the base class, and unknown to typeshed
+    _forkserver_pid: int | None
+    _stop: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,29 +87,40 @@ class ForkServerLease:
             self._finalizer()
 
 
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 class _ForkServerPopen(popen_forkserver.Popen):
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         payload = _main_free_payload(self, process_obj)
         self.sentinel, writer = _server.connect_to_new_process(self._fds)
         # The child takes the end of this copy as the end of its parent
         keep_alive = os.dup(writer)
-        self.finalizer = util.Finalize(self, util.close_fds, (keep_alive, self.sentinel))
+        self.finalizer = util.Finalize(self, _close, (keep_alive, self.sentinel))
         with open(writer, "wb") as file:
             file.write(payload)
         self.pid = forkserver.read_signed(self.sentinel)
 
 
 class _SpawnPopen(popen_spawn_posix.Popen):
+    _fds: list[int]
+
     def _launch(self, process_obj: Any) -> None:
         tracker_fd = tracker._resource_tracker.getfd()
+        assert tracker_fd is not None
         self._fds.append(tracker_fd)
         payload = _main_free_payload(self, process_obj)
         self.sentinel, child_w = os.pipe()
         child_r, writer = os.pipe()
-        self.finalizer = util.Finalize(self, util.close_fds, (writer, self.sentinel))
+        self.finalizer = util.Finalize(self, _close, (writer, self.sentinel))
         try:
             command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
-            self.pid = util.spawnv_passfds(spawn.get_executable(), command, [*self._fds, child_r, child_w])
+            executable = os.fsencode(spawn.get_executable())
+            self.pid = util.spawnv_passfds(executable, command, [*self._fds, child_r, child_w])
         finally:
             os.close(child_r)
             os.close(child_w)

@@ -21,7 +21,7 @@ Observation = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
 
 def as_observation(arrays: dict[Hashable, Array]) -> Observation:
     """From observations by key to what SB3 passes around: an array, or a dict for Dict spaces."""
-    return arrays[None] if None in arrays else arrays  # type: ignore[return-value]
+    return arrays.get(None, arrays)  # type: ignore[return-value]
 
 
 class Replay:
@@ -33,9 +33,7 @@ class Replay:
     :param gamma: Discount factor, for the bootstrap of truncated episodes.
     """
 
-    def __init__(
-        self, rollout: Rollout, policy: ActorCriticPolicy, action_space: spaces.Space[Any], gamma: float
-    ) -> None:
+    def __init__(self, rollout: Rollout, policy: ActorCriticPolicy, action_space: spaces.Space[Any], gamma: float) -> None:
         half = rollout.half
         self.n_steps, self.n_envs = half.dones.shape
         self.observations = {key: array.copy() for key, array in half.observations.items()}
@@ -76,7 +74,8 @@ class Replay:
 
     def stored_actions(self, t: int) -> Array:
         """Actions at step ``t`` in the shape that SB3 passes to its buffer."""
-        return self.actions[t].reshape(-1, 1) if self._discrete else self.actions[t]
+        actions: Array = self.actions[t]
+        return actions.reshape(-1, 1) if self._discrete else actions
 
     def fill(self, buffer: RolloutBuffer, first_episode_starts: npt.NDArray[np.bool_]) -> bool:
         """Copy everything into SB3's own buffers at once, except ``pos``.

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -126,8 +127,7 @@ class HTSVecEnv(VecEnv):
     def _start_workers(self, env_fns: list[EnvFn]) -> WorkerPool:
         bounds = [*self._firsts, len(env_fns)]
         arguments = [
-            (dumps_by_value(env_fns[first:last]), first, self.envs_per_group, len(env_fns))
-            for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+            (dumps_by_value(env_fns[first:last]), first, self.envs_per_group, len(env_fns)) for first, last in pairwise(bounds)
         ]
         return WorkerPool(self.start_method, worker_main, arguments, timeout=self.step_timeout)
 
@@ -215,7 +215,7 @@ class HTSVecEnv(VecEnv):
             bounds = [*self._firsts, self.num_envs]
             requests = [
                 Reset(tuple(self._seeds[first:last]), dumps_by_value(self._options[first:last]))
-                for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+                for first, last in pairwise(bounds)
             ]
             replies = self._exchange(requests, Done)
             self.reset_infos = [info for reply in replies for info in loads(reply.value)]
@@ -276,9 +276,7 @@ class HTSVecEnv(VecEnv):
     def __enter__(self) -> HTSVecEnv:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
@@ -294,12 +292,16 @@ class HTSVecEnv(VecEnv):
         data = dumps_by_value(value)
         self._call(indices, lambda rows: SetAttr(attr_name, data, rows))
 
-    def env_method(self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any) -> list[Any]:
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
         """Call a method of each environment."""
         data = dumps_by_value((method_args, method_kwargs))
         return self._call(indices, lambda rows: CallMethod(method_name, data, rows))
 
-    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None) -> list[bool]:
+    def env_is_wrapped(
+        self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
+    ) -> list[bool]:
         """Whether each environment is wrapped with the given Gymnasium wrapper."""
         data = dumps_by_value(wrapper_class)
         return self._call(indices, lambda rows: IsWrapped(data, rows))

@@ -15,9 +15,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch as th
 from stable_baselines3.common.vec_env.util import obs_space_info
@@ -73,7 +75,13 @@ def lockstep_specs(n_envs: int, observation_space: Any, action_space: Any) -> di
 
 
 def worker_main(
-    worker: int, connection: Connection, status: WorkerStatus, env_fns: bytes, first_index: int, group_size: int, n_envs: int
+    worker: int,
+    connection: Connection,
+    status: WorkerStatus,
+    env_fns: bytes,
+    first_index: int,
+    group_size: int,
+    n_envs: int,
 ) -> None:
     """Entry point of the process.
 
@@ -100,10 +108,16 @@ def _exit_with_main_process() -> None:
     os._exit(1)
 
 
+def _has_attr(env: gym.Env[Any, Any], name: str) -> bool:
+    try:
+        env.get_wrapper_attr(name)
+    except AttributeError:
+        return False
+    return True
+
+
 class _Worker:
-    def __init__(
-        self, worker: int, connection: Connection, status: WorkerStatus, first_index: int, n_envs: int
-    ) -> None:
+    def __init__(self, worker: int, connection: Connection, status: WorkerStatus, first_index: int, n_envs: int) -> None:
         self._worker = worker
         self._connection = connection
         self._status = status
@@ -127,7 +141,7 @@ class _Worker:
                 continue  # of a rollout that has ended
             if isinstance(request, Close):
                 break
-            self._reply(lambda request=request: self._answer(request))
+            self._reply(partial(self._answer, request))
         self._close()
 
     def _reply(self, work: Callable[[], Reply]) -> None:
@@ -247,9 +261,9 @@ class _Worker:
             case GetAttr(name, rows):
                 return self._each_row(rows, lambda group, row: group.get_attr(name, row))
             case HasAttr(name, rows):
-                return self._each_row(rows, lambda group, row: [group.has_attr(name, row)])
+                return self._each_row(rows, lambda group, row: [_has_attr(group.envs[row], name)])
             case SetAttr(name, value, rows):
-                return self._each_row(rows, lambda group, row: [group.set_attr(name, loads(value), row)])
+                return self._each_row(rows, lambda group, row: [setattr(group.envs[row], name, loads(value))])  # type: ignore[func-returns-value]
             case CallMethod(name, arguments, rows):
                 args, kwargs = loads(arguments)
                 return self._each_row(rows, lambda group, row: group.env_method(name, *args, indices=row, **kwargs))

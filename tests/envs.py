@@ -163,5 +163,3 @@ class FaultyEnv(WalkEnv):
 
     def close(self) -> None:
         self._maybe_fail("close")
-
-

@@ -126,9 +126,7 @@ def test_action_spaces(action_space: spaces.Space[Any]) -> None:
     ids=["discrete", "multibinary", "multidiscrete", "box64"],
 )
 def test_observation_spaces(observation_space: spaces.Space[Any]) -> None:
-    assert_equal_to_oracle(
-        HTSPPO, observation_space=observation_space, n_snapshots=4, correction="proximal", **PPO_KWARGS
-    )
+    assert_equal_to_oracle(HTSPPO, observation_space=observation_space, n_snapshots=4, correction="proximal", **PPO_KWARGS)
 
 
 @pytest.mark.parametrize("sde_sample_freq", [-1, 3])
