@@ -166,8 +166,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             base = unwrap(env)[1]
             assert isinstance(base, HTSVecEnv)
             print(
-                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, "
-                f"policy lag {self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB of shared memory."
+                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, policy lag "
+                f"{self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB shared."
             )
         if self.policy_lag > 0:
             th.set_num_threads(learner_threads(th.get_num_threads()))
@@ -270,7 +270,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             values, log_probs = replay.value_tensor(t), replay.log_prob_tensor(t)
             variables.update(
                 n_steps=t,
-                obs_tensor=obs_as_tensor(replay.observation(t), self.device),  # type: ignore[arg-type]
+                obs_tensor=obs_as_tensor(replay.observation(t), self.device),
                 actions=replay.actions[t],
                 clipped_actions=replay.clipped_actions[t],
                 values=values,

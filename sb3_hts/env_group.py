@@ -50,15 +50,10 @@ class EnvGroup(DummyVecEnv):
             super().__init__([partial(self._construct, row, env_fn) for row, env_fn in enumerate(env_fns)])
         self.columns = slice(first_index, first_index + len(env_fns))
         self.any_reset = False
-        self._check_spaces()
 
     def _construct(self, row: int, env_fn: EnvFn) -> gym.Env[Any, Any]:
         self._report(Activity.CONSTRUCTING, self.first_index + row)
         return env_fn()
-
-    def _check_spaces(self) -> None:
-        for row, env in enumerate(self.envs):
-            check_same_spaces(self.first_index + row, env, self.observation_space, self.action_space)
 
     def step_wait(self) -> VecEnvStepReturn:
         for row, env in enumerate(self.envs):
@@ -126,19 +121,3 @@ class GlobalGenerators:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
         self._current = group
-
-
-def check_same_spaces(env_index: int, env: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
-    """Refuse an environment whose spaces differ from the first one's.
-
-    :raises ValueError: Naming the environment.
-    """
-    for kind, ours, expected in (
-        ("observation", env.observation_space, observation_space),
-        ("action", env.action_space, action_space),
-    ):
-        if ours != expected:
-            raise ValueError(
-                f"Environment {env_index} has the {kind} space {ours}, but the first one has {expected}: "
-                "all environments must have the same spaces."
-            )

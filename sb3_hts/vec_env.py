@@ -133,14 +133,16 @@ class HTSVecEnv(VecEnv):
 
     def _handshake(self, n_envs: int) -> None:
         """Learn the spaces, give the workers their arrays."""
-        spaces = [loads(reply.value) for reply in self._receive_all(Done)]
-        observation_space, action_space, metadata = spaces[0]
-        for worker, (obs_space, act_space, _) in enumerate(spaces):
-            if obs_space != observation_space or act_space != action_space:
+        hellos = [loads(reply.value) for reply in self._receive_all(Done)]
+        spaces, _, metadata = hellos[0]
+        for worker, (first_spaces, different, _) in enumerate(hellos):
+            different = different if first_spaces == spaces else {self._firsts[worker]: first_spaces}
+            for index, (obs_space, act_space) in different.items():
                 raise ValueError(
-                    f"Environment {self._firsts[worker]} has the spaces {obs_space} and {act_space}, but environment 0 has "
-                    f"{observation_space} and {action_space}: all environments must have the same spaces."
+                    f"Environment {index} has the observation space {obs_space} and the action space {act_space}, but "
+                    f"environment 0 has {spaces[0]} and {spaces[1]}: all environments must have the same spaces."
                 )
+        observation_space, action_space = spaces
         specs = lockstep_specs(n_envs, observation_space, action_space)
         block = SharedBlock(block_nbytes(specs))
         self._arrays = carve(block.bytes, specs)

@@ -25,7 +25,7 @@ import torch as th
 from stable_baselines3.common.vec_env.util import obs_space_info
 
 from sb3_hts.acting import Program
-from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, check_same_spaces, is_plain
+from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, is_plain
 from sb3_hts.errors import ProtocolError
 from sb3_hts.pool import WorkerStatus
 from sb3_hts.protocol import (
@@ -169,10 +169,12 @@ class _Worker:
         for first in range(0, len(functions), group_size):
             self._generators.enter(first // group_size)
             self._groups.append(EnvGroup(functions[first : first + group_size], self._first_index + first, self._report))
-        spaces = self._groups[0].observation_space, self._groups[0].action_space
-        for group in self._groups:
-            check_same_spaces(group.first_index, group.envs[0], *spaces)
-        return Done(dumps((*spaces, self._groups[0].metadata)))
+        first = self._groups[0]
+        spaces = first.observation_space, first.action_space
+        envs = [env for group in self._groups for env in group.envs]
+        others = [(env.observation_space, env.action_space) for env in envs]
+        different = {self._first_index + row: other for row, other in enumerate(others) if other != spaces}
+        return Done(dumps((spaces, different, first.metadata)))
 
     def _answer(self, request: Request) -> Reply:
         match request:
