@@ -21,7 +21,7 @@ from sb3_hts import HTSPPO, HTSVecEnv
 
 TASKS = {"CartPole-v1": 50_000, "Acrobot-v1": 80_000, "HalfCheetah-v5": 100_000, "Hopper-v5": 100_000}
 N_ENVS = 8
-HYPERPARAMETERS: dict[str, Any] = {"n_steps": 256, "batch_size": 64, "n_epochs": 10, "device": "cpu"}
+HYPERPARAMETERS: dict[str, Any] = {"n_steps": 256, "batch_size": 128, "n_epochs": 10, "device": "cpu"}
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "PPO": None,
     "HTSPPO proximal": {"correction": "proximal"},

@@ -193,19 +193,40 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if not collector.in_flight:
             self._launch(run, collector, callback, n_rollout_steps, n_snapshots=1)
         rollout = collector.wait()
+        completed, now = False, (as_observation(rollout.last_observations), rollout.half.dones[-1].copy())
+        try:
+            completed = self._process(rollout, run, collector, env, callback, rollout_buffer)
+        finally:
+            if not completed:
+                # The environments have finished the rollout, whatever the callbacks made of it
+                self._last_obs, self._last_episode_starts = now
+        return completed
+
+    def _process(
+        self,
+        rollout: Rollout,
+        run: _Run,
+        collector: WorkerCollector,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
+    ) -> bool:
+        """Replay a rollout and launch the next; false if a callback stopped the training."""
         run.behaviour, run.launched = run.launched, None
         self._record(run, rollout)
-        ahead = self.policy_lag > 0 and self.num_timesteps + n_rollout_steps * env.num_envs < self._total_timesteps
+        n_steps = len(rollout.half.dones)
+        ahead = self.policy_lag > 0 and self.num_timesteps + n_steps * env.num_envs < self._total_timesteps
         # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
         replay_later = ahead and _is_silent(callback)
         episode_starts = self._last_episode_starts
         if replay_later:
             self._last_obs = as_observation(rollout.last_observations)
-            self._launch(run, collector, callback, n_rollout_steps, self.n_snapshots)
+            self._last_episode_starts = rollout.half.dones[-1].copy()
+            self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma)
         completed = self._replay(replay, env, callback, rollout_buffer, episode_starts)
         if completed and ahead and not replay_later:
-            self._launch(run, collector, callback, n_rollout_steps, self.n_snapshots)
+            self._launch(run, collector, callback, n_steps, self.n_snapshots)
         return completed
 
     def _launch(
@@ -283,16 +304,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             self.num_timesteps += env.num_envs
             callback.update_locals(variables)
             if not callback.on_step():
-                # The environments have finished the rollout all the same
-                self._last_obs = replay.observation(replay.n_steps)
-                self._last_episode_starts = replay.dones[-1]
                 return False
             self._update_info_buffer(infos, dones)
             actions, rewards = replay.stored_actions(t), replay.bootstrapped_rewards[t]
             if filled:
                 rollout_buffer.pos += 1
             else:
-                rollout_buffer.add(self._last_obs, actions, rewards, episode_starts, values, log_probs)  # type: ignore[arg-type]
+                obs: Any = replay.observation(t)
+                rollout_buffer.add(obs, actions, rewards, episode_starts, values, log_probs)
             self._last_obs = new_obs
             self._last_episode_starts = episode_starts = dones
         rollout_buffer.full = True

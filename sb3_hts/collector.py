@@ -200,9 +200,9 @@ class WorkerCollector:
         """
         started = time.monotonic()
         replies = self._env.finish_rollout()
-        wait_time = time.monotonic() - started
+        rollout = self._assemble(replies, time.monotonic() - started)
         self.in_flight = False
-        return self._assemble(replies, wait_time)
+        return rollout
 
     def _assemble(self, replies: list[Collected], wait_time: float) -> Rollout:
         infos: dict[tuple[int, int], bytes] = {}

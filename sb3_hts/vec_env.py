@@ -118,8 +118,7 @@ class HTSVecEnv(VecEnv):
         try:
             self._handshake(len(env_fns))
         except BaseException:
-            self._pool.kill()
-            self._phase = Phase.CLOSED
+            self.close()
             raise
 
     # --- construction -----------------------------------------------------------------------------------------------

@@ -169,12 +169,12 @@ class _Worker:
         for first in range(0, len(functions), group_size):
             self._generators.enter(first // group_size)
             self._groups.append(EnvGroup(functions[first : first + group_size], self._first_index + first, self._report))
-        first = self._groups[0]
-        spaces = first.observation_space, first.action_space
+        reference = self._groups[0]
+        spaces = reference.observation_space, reference.action_space
         envs = [env for group in self._groups for env in group.envs]
         others = [(env.observation_space, env.action_space) for env in envs]
         different = {self._first_index + row: other for row, other in enumerate(others) if other != spaces}
-        return Done(dumps((spaces, different, first.metadata)))
+        return Done(dumps((spaces, different, reference.metadata)))
 
     def _answer(self, request: Request) -> Reply:
         match request:

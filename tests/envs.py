@@ -17,7 +17,7 @@ ObsType = Any
 class WalkEnv(gym.Env[Any, Any]):
     """A random walk whose every number depends on its seed and on all actions so far.
 
-    Ends by termination or by truncation, in turns, after a random number of steps.
+    Ends by termination or by truncation after a random number of steps.
 
     :param observation_space: Observations are samples of the state, shaped and cast for this space.
     :param action_space: Any space that SB3 knows.
@@ -47,19 +47,22 @@ class WalkEnv(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self._delay()
         self.n_resets += 1
+        self.n_since_reset = 0
         self.position = float(self.np_random.normal()) + (options or {}).get("start", 0.0)
         self.remaining = int(self.np_random.integers(3, 9))
+        self.truncates = bool(self.np_random.integers(2))
         return self._observation(), {"start": self.position}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._delay()
         self.last_action = action
         self.n_steps += 1
+        self.n_since_reset += 1
         self.remaining -= 1
         push = float(np.sum(np.asarray(action, dtype=np.float64)))
         self.position += self.speed * (0.3 * push - 0.25) + 0.1 * float(self.np_random.normal())
         ended = self.remaining <= 0
-        truncated = ended and self.n_resets % 2 == 0
+        truncated = ended and self.truncates
         info = {"position": self.position} if self.n_steps % 3 == 0 else {}
         return self._observation(), -abs(self.position), ended and not truncated, truncated, info
 

@@ -1,0 +1,574 @@
+"""The life of a rollout: schedule, callbacks, stops, repeated ``learn()``, files."""
+
+from __future__ import annotations
+
+import io
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from envs import WalkEnv
+from gymnasium import spaces
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+
+from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
+from sb3_hts.collector import WorkerCollector
+
+N_ENVS, N_STEPS = 4, 8
+ROLLOUT = N_ENVS * N_STEPS
+KWARGS: dict[str, Any] = {"n_steps": N_STEPS, "policy_kwargs": {"net_arch": [8]}, "device": "cpu", "seed": 3}
+PPO_KWARGS: dict[str, Any] = {**KWARGS, "batch_size": 16, "n_epochs": 2}
+
+
+def make_model(algorithm: type[HTSPPO] | type[HTSA2C], env: Any, **kwargs: Any) -> HTSPPO | HTSA2C:
+    defaults = PPO_KWARGS if issubclass(algorithm, HTSPPO) else KWARGS
+    return algorithm("MlpPolicy", env, **{**defaults, **kwargs})
+
+
+@pytest.fixture
+def env() -> Any:
+    with HTSVecEnv([WalkEnv] * N_ENVS, envs_per_group=2) as env:
+        yield env
+
+
+def parameters(model: Any) -> list[Any]:
+    return [value.clone() for value in model.policy.state_dict().values()]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return all(th.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# --- schedule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lag", "n_snapshots"), [(HTSPPO, 1, 1), (HTSPPO, 1, 4), (HTSPPO, 0, 4), (HTSA2C, 1, 1), (HTSA2C, 0, 1)]
+)
+def test_every_transition_was_made_by_the_policy_of_the_schedule(
+    env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch, algorithm: Any, lag: int, n_snapshots: int
+) -> None:
+    versions, lags = [], []
+    wait = WorkerCollector.wait
+
+    def recording_wait(self: WorkerCollector) -> Any:
+        rollout = wait(self)
+        versions.append(rollout.half.versions.copy())
+        return rollout
+
+    class Lags(BaseCallback):
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            lags.append(self.model.logger.name_to_value["hts/policy_lag"])
+
+    monkeypatch.setattr(WorkerCollector, "wait", recording_wait)
+    extra = {"n_snapshots": n_snapshots} if algorithm is HTSPPO else {}
+    make_model(algorithm, env, policy_lag=lag, **extra).learn(5 * ROLLOUT, Lags())
+    gradient_steps = 4 if algorithm is HTSPPO else 1
+    for k, table in enumerate(versions):
+        for t in range(N_STEPS):
+            if lag == 0 or k == 0:
+                expected = (k, 0)
+            else:
+                snapshot = t * n_snapshots // N_STEPS
+                expected = (k - 1, snapshot * gradient_steps // n_snapshots)
+            np.testing.assert_array_equal(table[t], [expected] * N_ENVS)
+    late = 1 - np.mean([i * gradient_steps // n_snapshots for i in range(n_snapshots)]) / gradient_steps
+    assert lags == pytest.approx([0] + [late if lag else 0] * 4)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("algorithm", "stock"), [(HTSPPO, PPO), (HTSA2C, A2C)])
+@pytest.mark.parametrize("total", [1, ROLLOUT, 3 * ROLLOUT - 1, 3 * ROLLOUT + 1])
+def test_as_many_steps_as_stock(env: HTSVecEnv, algorithm: Any, stock: Any, lag: int, total: int) -> None:
+    model = make_model(algorithm, env, policy_lag=lag).learn(total)
+    reference_env = DummyVecEnv([WalkEnv] * N_ENVS)
+    reference = stock("MlpPolicy", reference_env, **(PPO_KWARGS if stock is PPO else KWARGS)).learn(total)
+    assert model.num_timesteps == reference.num_timesteps
+    assert env.get_attr("n_steps") == reference_env.get_attr("n_steps")
+    assert model._n_updates == reference._n_updates
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------------
+
+
+class Recorder(BaseCallback):
+    """Writes down every event and what the model looks like then."""
+
+    def __init__(self, stop_at: int = 10**9) -> None:
+        super().__init__()
+        self.stop_at = stop_at
+        self.events: list[Any] = []
+
+    def _note(self, event: str) -> None:
+        model: Any = self.model
+        self.events.append(
+            {
+                "event": event,
+                "num_timesteps": model.num_timesteps,
+                "callback_timesteps": self.num_timesteps,
+                "n_calls": self.n_calls,
+                "pos": model.rollout_buffer.pos,
+                "full": model.rollout_buffer.full,
+                "training": model.policy.training,
+                "n_updates": model._n_updates,
+                "progress": model._current_progress_remaining,
+                "n_episodes": len(model.ep_info_buffer),
+                "last_obs_shape": model._last_obs.shape,
+                "locals": {
+                    key: (type(value).__name__, getattr(value, "dtype", None), getattr(value, "shape", None))
+                    for key, value in sorted(self.locals.items())
+                    # loop variables of SB3's function
+                    if key not in ("idx", "done", "terminal_obs", "terminal_value", "self", "env", "callback")
+                },
+            }
+        )
+
+    def _on_training_start(self) -> None:
+        self._note("training_start")
+
+    def _on_rollout_start(self) -> None:
+        self._note("rollout_start")
+
+    def _on_step(self) -> bool:
+        self._note("step")
+        return self.num_timesteps < self.stop_at
+
+    def _on_rollout_end(self) -> None:
+        self._note("rollout_end")
+
+    def _on_training_end(self) -> None:
+        self._note("training_end")
+
+
+def record(algorithm: Any, vec_env_cls: Any, stop_at: int = 10**9, space: Any = None, **kwargs: Any) -> Any:
+    env = make_vec_env(partial(WalkEnv, None, space), N_ENVS, vec_env_cls=vec_env_cls)
+    recorder = Recorder(stop_at)
+    defaults = PPO_KWARGS if issubclass(algorithm, PPO) else KWARGS
+    model = algorithm("MlpPolicy", env, **defaults, **kwargs).learn(3 * ROLLOUT, recorder)
+    env.close()
+    return model, recorder.events
+
+
+def without(events: list[Any], event: str) -> list[Any]:
+    return [entry for entry in events if entry["event"] != event]
+
+
+@pytest.mark.parametrize("stop_at", [10**9, ROLLOUT + 3 * N_ENVS, 2 * ROLLOUT])
+@pytest.mark.parametrize(("algorithm", "stock"), [(HTSPPO, PPO), (HTSA2C, A2C)])
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)], ids=["discrete", "box"])
+def test_callbacks_see_what_they_see_in_stock(algorithm: Any, stock: Any, stop_at: int, space: Any) -> None:
+    _, expected = record(stock, DummyVecEnv, stop_at, space)
+    for event in expected:
+        # The policies act differently, so other episodes end
+        event.pop("n_episodes")
+    for lag in (0, 1):
+        model, events = record(algorithm, HTSVecEnv, stop_at, space, policy_lag=lag)
+        for event in events:
+            event.pop("n_episodes")
+        if lag == 0:
+            assert events == expected
+        # The one difference: the next rollout's start comes before the update, not after it
+        assert [event["event"] for event in events] == [event["event"] for event in expected]
+        assert without(events, "rollout_start") == without(expected, "rollout_start")
+        assert model.num_timesteps == min(stop_at, 3 * ROLLOUT)
+
+
+def test_arrays_given_to_callbacks_never_change(env: HTSVecEnv) -> None:
+    names = ("new_obs", "rewards", "dones", "actions", "clipped_actions", "values", "log_probs", "obs_tensor")
+    held: list[Any] = []
+
+    def hold(locals_: dict[str, Any], _: dict[str, Any]) -> bool:
+        for name in names:
+            value = locals_[name]
+            held.append((name, value, value.clone() if isinstance(value, th.Tensor) else value.copy()))
+        return True
+
+    make_model(HTSPPO, env).learn(6 * ROLLOUT, hold)
+    assert len(held) == len(names) * 6 * N_STEPS
+    for name, value, then in held:
+        np.testing.assert_array_equal(value, then, err_msg=name)
+
+
+def test_values_given_to_callbacks_belong_together(env: HTSVecEnv) -> None:
+    """``new_obs`` of a step is what is stored for the next one; rewards, infos and dones are of the same step."""
+    seen: list[dict[str, Any]] = []
+
+    class Keep(BaseCallback):
+        def _on_step(self) -> bool:
+            seen.append(dict(self.locals))
+            return True
+
+        def _on_rollout_end(self) -> None:
+            buffer = self.locals["rollout_buffer"]
+            steps = seen[-N_STEPS:]
+            for t in range(1, N_STEPS):
+                np.testing.assert_array_equal(buffer.observations[t], steps[t - 1]["new_obs"])
+                np.testing.assert_array_equal(buffer.episode_starts[t], steps[t - 1]["dones"])
+            for t, step in enumerate(steps):
+                np.testing.assert_array_equal(buffer.actions[t, :, 0], step["actions"])
+                for i, info in enumerate(step["infos"]):
+                    assert step["dones"][i] == ("terminal_observation" in info)
+                    if "position" in info and not step["dones"][i]:
+                        assert step["rewards"][i] == np.float32(-abs(info["position"]))
+                    bootstrapped = info["TimeLimit.truncated"]
+                    assert (buffer.rewards[t, i] != step["rewards"][i]) == bootstrapped
+
+    make_model(HTSPPO, env).learn(4 * ROLLOUT, Keep())
+    assert sum(info["TimeLimit.truncated"] for step in seen for info in step["infos"]) > 3
+
+
+def test_without_callbacks_the_result_is_the_same(env: HTSVecEnv) -> None:
+    """Without callbacks the next rollout is launched before the replay of the last; nobody can tell."""
+    results = []
+    for callback in (None, lambda *_: True):
+        model = make_model(HTSPPO, env).learn(4 * ROLLOUT, callback)  # type: ignore[arg-type]
+        results.append([*parameters(model), th.as_tensor(model._last_obs), th.as_tensor(model._last_episode_starts)])
+    assert same(*results)
+
+
+def test_changes_made_by_callbacks_hold_for_the_next_rollout(env: HTSVecEnv) -> None:
+    """``set_attr`` and ``env_method`` act at once, with the environments at rest."""
+    speeds: list[list[float]] = []
+
+    class Curriculum(BaseCallback):
+        def _on_step(self) -> bool:
+            speeds.append(self.training_env.get_attr("speed"))
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.training_env.set_attr("speed", self.num_timesteps / ROLLOUT)
+
+    make_model(HTSPPO, env).learn(3 * ROLLOUT, Curriculum())
+    assert speeds == [[1.0] * N_ENVS] * N_STEPS + [[1.0] * N_ENVS] * N_STEPS + [[2.0] * N_ENVS] * N_STEPS
+
+
+@pytest.mark.filterwarnings("ignore:rich is experimental")
+def test_progress_bar(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env).learn(2 * ROLLOUT, progress_bar=True)
+    assert model.num_timesteps == 2 * ROLLOUT
+
+
+# --- asking the environments while a rollout is in flight ----------------------------------------------------------
+
+
+def test_environment_call_inside_of_train_cannot_deadlock(env: HTSVecEnv) -> None:
+    """The workers wait for snapshots that only ``train`` can publish, and ``train`` waits for the workers."""
+    counts: list[list[int]] = []
+
+    class Curious(HTSPPO):
+        def train(self) -> None:
+            original = self.policy.optimizer.zero_grad
+
+            def zero_grad(*args: Any, **kwargs: Any) -> None:
+                counts.append(env.get_attr("n_steps"))
+                original(*args, **kwargs)
+
+            self.policy.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+            super().train()
+            del self.policy.optimizer.zero_grad
+
+    make_model(Curious, env, n_snapshots=4).learn(3 * ROLLOUT)
+    # During the first two updates the next rollout was complete by the time of the answer
+    assert counts == [[16] * N_ENVS] * 4 + [[24] * N_ENVS] * 8
+
+
+def test_another_thread_waits_for_the_end_of_the_rollout(env: HTSVecEnv) -> None:
+    asking, answers = threading.Event(), []
+
+    def ask() -> None:
+        asking.set()
+        answers.append(env.get_attr("n_steps"))
+
+    class Asked(HTSPPO):
+        def train(self) -> None:
+            thread = threading.Thread(target=ask)
+            thread.start()
+            asking.wait()
+            super().train()
+            thread.join()
+            asking.clear()
+
+    make_model(Asked, env).learn(3 * ROLLOUT)
+    assert answers == [[16] * N_ENVS, [24] * N_ENVS, [24] * N_ENVS]
+
+
+# --- ways to end ----------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+def explode_in_callback(model: Any) -> None:
+    def callback(*_: Any) -> bool:
+        if model.num_timesteps >= 2 * ROLLOUT:
+            raise Boom
+        return True
+
+    model.learn(4 * ROLLOUT, callback)
+
+
+def explode_in_train(model: Any, error: type[BaseException] = Boom) -> None:
+    """In the middle of an update, with workers waiting for a snapshot."""
+    step, calls = model.policy.optimizer.step, []
+
+    def failing_step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == (6 if isinstance(model, PPO) else 2):
+            raise error
+        return step(*args, **kwargs)
+
+    model.policy.optimizer.step = failing_step
+    try:
+        model.learn(4 * ROLLOUT)
+    finally:
+        del model.policy.optimizer.step
+
+
+def explode_in_dump_logs(model: Any) -> None:
+    def dump_logs(*_: Any) -> None:
+        raise Boom
+
+    model.dump_logs = dump_logs
+    try:
+        model.learn(4 * ROLLOUT, log_interval=2)
+    finally:
+        del model.dump_logs
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
+@pytest.mark.parametrize(
+    "explode",
+    [explode_in_callback, explode_in_train, partial(explode_in_train, error=KeyboardInterrupt), explode_in_dump_logs],
+    ids=["callback", "train", "interrupt", "dump_logs"],
+)
+def test_an_exception_leaves_nothing_in_flight_and_nothing_lost(
+    env: HTSVecEnv, tmp_path: Path, algorithm: Any, lag: int, explode: Any
+) -> None:
+    model = make_model(algorithm, env, policy_lag=lag)
+    n_threads = th.get_num_threads()
+    with pytest.raises((Boom, KeyboardInterrupt)):
+        explode(model)
+    assert model._run is None
+    assert th.get_num_threads() == n_threads
+    model.save(tmp_path / "model")
+    # The last observation is the environments' present one
+    positions = env.get_attr("position")
+    np.testing.assert_allclose(model._last_obs[:, 0], np.sin(positions), rtol=1e-5)
+    fresh = [taken == 0 for taken in env.get_attr("n_since_reset")]
+    np.testing.assert_array_equal(model._last_episode_starts, fresh)
+    before = model.num_timesteps
+    model.learn(2 * ROLLOUT, reset_num_timesteps=False)
+    assert model.num_timesteps == before + 2 * ROLLOUT
+    loaded = algorithm.load(tmp_path / "model")
+    assert loaded.num_timesteps == before
+
+
+def test_delayed_gradient_puts_the_parameters_back_after_an_error(env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(HTSA2C, env)
+    seen: list[Any] = []
+    evaluate = ActorCriticPolicy.evaluate_actions
+
+    def failing_evaluate(*args: Any) -> Any:
+        seen.append(parameters(model))
+        if len(seen) == 3:
+            raise Boom
+        return evaluate(*args)
+
+    after: list[Any] = []
+
+    def note(*_: Any) -> bool:
+        after.append(parameters(model))
+        return True
+
+    monkeypatch.setattr(ActorCriticPolicy, "evaluate_actions", failing_evaluate)
+    with pytest.raises(Boom):
+        model.learn(4 * ROLLOUT, note)
+    assert same(seen[2], seen[1]) is False
+    assert not same(seen[2], parameters(model)), "the gradient is taken at older parameters"
+    assert same(after[-1], parameters(model)), "which are not those that remain"
+
+
+def test_stop_by_callback_keeps_the_true_last_observation(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env)
+    model.learn(4 * ROLLOUT, lambda *_: model.num_timesteps < ROLLOUT + 2 * N_ENVS)  # type: ignore[arg-type]
+    assert model.num_timesteps == ROLLOUT + 2 * N_ENVS
+    assert model.rollout_buffer.pos == 1
+    np.testing.assert_allclose(model._last_obs[:, 0], np.sin(env.get_attr("position")), rtol=1e-5)  # type: ignore[index, call-overload]
+    assert env.get_attr("n_steps") == [2 * N_STEPS] * N_ENVS, "the environments have finished the rollout"
+
+
+def test_a_second_learn_continues(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env)
+    model.learn(2 * ROLLOUT)
+    resets = env.get_attr("n_resets")
+    model.learn(2 * ROLLOUT, reset_num_timesteps=False)
+    assert model.num_timesteps == 4 * ROLLOUT
+    assert model._global_step == 4 * N_STEPS
+    model.learn(ROLLOUT)
+    assert model.num_timesteps == ROLLOUT
+    assert model._global_step == 5 * N_STEPS, "the noise never starts again"
+    assert all(after > before for after, before in zip(env.get_attr("n_resets"), resets, strict=True))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("algorithm", "stock"), [(HTSPPO, PPO), (HTSA2C, A2C)])
+def test_save_and_load(env: HTSVecEnv, tmp_path: Path, algorithm: Any, stock: Any) -> None:
+    model = make_model(algorithm, env, policy_lag=0)
+    model.learn(2 * ROLLOUT)
+    model.save(tmp_path / "model")
+    for cls in (algorithm, stock):
+        loaded = cls.load(tmp_path / "model")
+        assert same(parameters(loaded), parameters(model))
+        obs = np.ones(3, np.float32)
+        assert loaded.predict(obs, deterministic=True)[0] == model.predict(obs, deterministic=True)[0]
+    loaded = algorithm.load(tmp_path / "model", env=env)
+    assert loaded.policy_lag == 0
+    assert (loaded._global_step, loaded._noise_key) == (2 * N_STEPS, 3)
+    loaded.learn(ROLLOUT, reset_num_timesteps=False)
+    with HTSVecEnv([WalkEnv] * 2) as smaller:
+        loaded = algorithm.load(tmp_path / "model", env=smaller, policy_lag=1)
+        assert loaded.policy_lag == 1
+        loaded.learn(4 * ROLLOUT)
+        assert loaded.num_timesteps == 4 * ROLLOUT
+    stock_model = stock("MlpPolicy", DummyVecEnv([WalkEnv]), **KWARGS)
+    stock_model.save(tmp_path / "stock")
+    algorithm.load(tmp_path / "stock", env=env).learn(2 * ROLLOUT)
+
+
+def test_saving_in_a_callback_does_not_disturb(env: HTSVecEnv) -> None:
+    results = []
+    for saving in (False, True):
+        model = make_model(HTSPPO, env)
+
+        def callback(*_: Any, saving: bool = saving, model: Any = model) -> bool:
+            if saving:
+                file = io.BytesIO()
+                model.save(file)
+            return True
+
+        results.append(parameters(model.learn(3 * ROLLOUT, callback)))  # type: ignore[arg-type]
+    assert same(*results)
+
+
+def test_set_env(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env).learn(ROLLOUT)
+    with HTSVecEnv([WalkEnv] * N_ENVS) as other:
+        model.set_env(other)
+        model.learn(2 * ROLLOUT)
+        assert other.get_attr("n_steps") == [2 * N_STEPS] * N_ENVS
+
+
+def test_load_checks_what_it_changes(env: HTSVecEnv, tmp_path: Path) -> None:
+    make_model(HTSPPO, env).save(tmp_path / "model")
+    with pytest.raises(ValueError, match="policy_lag must be 0"):
+        HTSPPO.load(tmp_path / "model", policy_lag=2)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs", "message"),
+    [
+        (HTSPPO, {"policy_lag": 2}, "policy_lag must be 0 .* or 1 .*, not 2"),
+        (HTSPPO, {"correction": "magic"}, r"correction must be one of \['behaviour', 'decoupled', 'proximal'\], not 'magic'"),
+        (HTSA2C, {"correction": "proximal"}, r"correction must be one of \['delayed_gradient', 'none', 'truncated_is'\]"),
+        (HTSPPO, {"inference": "remote"}, "inference must be"),
+        (HTSPPO, {"n_snapshots": 9}, "n_snapshots=9 is more than n_steps=8"),
+        (HTSPPO, {"n_snapshots": 0}, "n_snapshots must be a positive integer"),
+        (HTSPPO, {"n_envs": 4}, "n_envs=4 goes with the name of an environment only"),
+    ],
+)
+def test_bad_arguments(env: HTSVecEnv, algorithm: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(algorithm, env, **kwargs)
+
+
+def test_a_name_makes_an_hts_vec_env() -> None:
+    model = HTSPPO("MlpPolicy", "CartPole-v1", n_envs=2, n_steps=16, batch_size=16, device="cpu")
+    assert type(model.get_env()) is HTSVecEnv
+    assert model.get_env().env_is_wrapped.__self__.num_envs == 2  # type: ignore[union-attr]
+    model.learn(64)
+    model.get_env().close()  # type: ignore[union-attr]
+
+
+def test_spaces_that_sb3_refuses_leave_no_worker_behind() -> None:
+    with pytest.raises(AssertionError, match="only supports"):
+        HTSPPO("MlpPolicy", DummyVecEnv([partial(WalkEnv, None, spaces.Tuple((spaces.Discrete(2),)))]))
+    with (
+        pytest.raises(ValueError, match="MultiInputPolicy"),
+        HTSVecEnv([partial(WalkEnv, spaces.Dict(a=spaces.Discrete(2)))]) as env,
+    ):
+        HTSPPO("MlpPolicy", env)
+
+
+def test_a_failing_constructor_closes_the_environment_that_it_made() -> None:
+    with pytest.raises(ValueError, match="policy_lag"):
+        HTSPPO("MlpPolicy", "CartPole-v1", n_envs=2, policy_lag=3)
+
+
+# --- other environments, buffers, logs ------------------------------------------------------------------------------
+
+
+def test_other_environments_are_collected_by_sb3s_own_loop(capsys: pytest.CaptureFixture[str], env: HTSVecEnv) -> None:
+    results = []
+    for algorithm in (HTSPPO, PPO):
+        model = algorithm("MlpPolicy", DummyVecEnv([WalkEnv] * N_ENVS), **PPO_KWARGS, verbose=algorithm is HTSPPO)
+        results.append(parameters(model.learn(3 * ROLLOUT)))
+    assert same(*results)
+    assert "because DummyVecEnv is not an HTSVecEnv" in capsys.readouterr().out
+    make_model(HTSPPO, VecMonitor(env), verbose=1).learn(ROLLOUT)
+    assert "because the wrapper VecMonitor cannot run inside the workers" in capsys.readouterr().out
+
+
+class CountingBuffer(RolloutBuffer):
+    adds = 0
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        type(self).adds += 1
+        super().add(*args, **kwargs)
+
+
+def test_a_buffer_subclass_gets_every_step_by_add(env: HTSVecEnv) -> None:
+    CountingBuffer.adds = 0
+    results = [
+        parameters(make_model(HTSPPO, env, rollout_buffer_class=cls).learn(3 * ROLLOUT)) for cls in (None, CountingBuffer)
+    ]
+    assert CountingBuffer.adds == 3 * N_STEPS
+    assert same(*results)
+
+
+def test_log_keys(env: HTSVecEnv, tmp_path: Path) -> None:
+    keys = []
+    for algorithm, vec_env in ((HTSPPO, env), (PPO, DummyVecEnv([WalkEnv] * N_ENVS))):
+        model = algorithm("MlpPolicy", vec_env, **PPO_KWARGS)
+        model.set_logger(configure(str(tmp_path / algorithm.__name__), ["csv", "tensorboard"]))
+        model.learn(3 * ROLLOUT)
+        model.logger.close()
+        keys.append(set((tmp_path / algorithm.__name__ / "progress.csv").read_text().splitlines()[0].split(",")))
+    assert keys[0] - keys[1] == {"hts/policy_lag", "hts/rollout_time", "hts/wait_time", "hts/overlap"}
+    assert keys[1] <= keys[0]
+
+
+def test_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        make_model(HTSPPO, env, verbose=1).learn(ROLLOUT)
+    out = capsys.readouterr().out
+    assert "HTS: 2 workers, 2 groups of 1, policy lag 1, correction 'proximal'" in out
