@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
 from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at
+from sb3_hts.errors import HTSError
 from sb3_hts.replay import Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
 from sb3_hts.vec_env import HTSVecEnv
@@ -139,13 +140,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 self._end(run.collector)
 
     def _end(self, collector: WorkerCollector) -> None:
-        try:
+        # A worker that failed has been reported already, or will be at the next use of the environments
+        with suppress(HTSError):
             unfinished = collector.cancel()
             if unfinished is not None:
-                self._last_episode_starts = collector.last_dones(unfinished, self._last_episode_starts)  # type: ignore[arg-type]
+                assert self._last_episode_starts is not None
+                self._last_episode_starts = collector.last_dones(unfinished, self._last_episode_starts)
                 self._last_obs = as_observation(unfinished.last_observations)
-        finally:
-            collector.release()
+        collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
         reason = why_not_concurrent(env)

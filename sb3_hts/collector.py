@@ -135,7 +135,7 @@ class WorkerCollector:
         base.configure_rollouts(dumps_by_value(program), storage_block, slots.block)
         for block in (storage_block, slots.block):
             block.release_descriptor()
-        self._rollout = -1
+        self._half = 0
         self._n_snapshots = self._n_published = 0
         self._launched_at = 0.0
         self._version: Version = (0, 0)
@@ -160,18 +160,18 @@ class WorkerCollector:
         :param n_snapshots: How many snapshots this rollout uses, the first included.
         :param version: Of the current parameters.
         """
-        self._rollout += 1
-        half = self._storage.halves[self._rollout % N_HALVES]
+        self._half = (self._half + 1) % N_HALVES
+        half = self._storage.halves[self._half]
         for key, array in half.observations.items():
             array[0] = observations if key is None else observations[key]  # type: ignore[call-overload, index]
         self._n_snapshots, self._n_published, self._version = n_snapshots, 1, version
         self._publisher.write(0, version)
         states = [get_state(wrapper) for wrapper in self._wrappers]
 
-        def request(groups: range) -> Collect:
+        def request(serial: int, groups: range) -> Collect:
             return Collect(
-                rollout=self._rollout,
-                half=self._rollout % N_HALVES,
+                rollout=serial,
+                half=self._half,
                 first_step=first_step,
                 n_snapshots=n_snapshots,
                 wrapper_states=tuple(self._states_of(states, group) for group in groups),
@@ -179,7 +179,7 @@ class WorkerCollector:
 
         self._launched_at = time.monotonic()
         self.in_flight = True
-        self._env.start_rollout(self._rollout, request, self)
+        self._env.start_rollout(request, self)
 
     def publish(self, version: Version) -> None:
         """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""
@@ -210,7 +210,7 @@ class WorkerCollector:
             first = self._env.groups_of(worker).start * self._env.envs_per_group
             infos.update(((t, first + row), info) for (t, row), info in reply.infos.items())
         return Rollout(
-            half=self._storage.halves[self._rollout % N_HALVES],
+            half=self._storage.halves[self._half],
             infos=infos,
             steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
             collect_time=max(reply.finished_at for reply in replies) - self._launched_at,

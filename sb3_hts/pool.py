@@ -39,6 +39,8 @@ class WorkerStatus:
     def __init__(self, n_workers: int, block: SharedBlock | None = None) -> None:
         self.n_workers = n_workers
         self.block = SharedBlock((3 * n_workers + 1) * 8) if block is None else block
+        if block is not None:
+            block.release_descriptor()
         # A memoryview, since reading and writing single items is several times faster than with an array
         self._words = self.block.bytes.data.cast("q")
         if block is None:
@@ -101,6 +103,7 @@ class WorkerPool:
             with shielded:
                 for worker, args in enumerate(args_per_worker):
                     self._start(start_method, target, worker, args)
+            self.status.block.release_descriptor()
         except BaseException:
             self.kill()
             raise

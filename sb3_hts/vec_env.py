@@ -353,17 +353,18 @@ class HTSVecEnv(VecEnv):
                 self._become_idle()
                 self._exchange([Unconfigure()] * self.n_workers, Done)
 
-    def start_rollout(self, rollout: int, request: Callable[[range], Collect], owner: RolloutOwner) -> None:
+    def start_rollout(self, request: Callable[[int, range], Collect], owner: RolloutOwner) -> None:
         """Let all workers collect.
 
-        :param rollout: Serial number of the rollout.
-        :param request: Makes the request of the worker that hosts the given groups.
+        :param request: Makes a worker's request from the serial number of the rollout and the groups that it hosts. Serial
+            numbers never repeat, since notices of an earlier rollout must not be taken for this one's.
         :param owner: Who is told about it.
         """
         with self._idle():
-            requests = [request(self.groups_of(worker)) for worker in range(self.n_workers)]
+            serial = self._rollout + 1
+            requests = [request(serial, self.groups_of(worker)) for worker in range(self.n_workers)]
             with shielded:
-                self._phase, self._rollout, self._collected = Phase.COLLECTING, rollout, []
+                self._phase, self._rollout, self._collected = Phase.COLLECTING, serial, []
                 self._owner = owner
                 for worker, message in enumerate(requests):
                     self._pool.send(worker, message)

@@ -1,0 +1,254 @@
+"""Promise 4: nothing hangs, nothing leaks, and the error says which environment did what."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from envs import FaultyEnv, WalkEnv
+
+from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+
+ERRORS = {"raise": WorkerRaised, "unpicklable": WorkerRaised, "exit": WorkerDied, "sigkill": WorkerDied, "hang": WorkerTimeout}
+
+
+def faulty(place: str, how: str, at: int = 1) -> list[Any]:
+    return [WalkEnv, WalkEnv, partial(FaultyEnv, place, how, at), WalkEnv]
+
+
+def check(error: WorkerError, place: str, how: str) -> None:
+    assert type(error) is ERRORS[how]
+    assert error.env_index == 2
+    message = str(error)
+    assert "Environment 2 (of worker" in message
+    assert {"construct": "constructing", "reset": "in reset()", "step": "in step()"}[place] in message
+    match how:
+        case "raise":
+            assert isinstance(error.__cause__, ValueError)
+            assert f"no luck in {place}" in str(error.__cause__)
+            assert "_maybe_fail" in message, "the worker's traceback"
+        case "unpicklable":
+            assert f"no luck in {place}" in message
+        case "exit":
+            assert isinstance(error, WorkerDied)
+            assert error.exit_code == 3
+            assert "exited with code 3" in message
+        case "sigkill":
+            assert "was killed by SIGKILL" in message
+        case "hang":
+            assert "no progress for 1.5 s (step_timeout)" in message
+
+
+@pytest.mark.parametrize("how", [how for how in ERRORS if how != "hang"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_failure_in_the_constructor(how: str, start_method: str) -> None:
+    with pytest.raises(WorkerError) as caught:
+        HTSVecEnv(faulty("construct", how), start_method=start_method)
+    check(caught.value, "construct", how)
+
+
+@pytest.mark.parametrize("how", list(ERRORS))
+@pytest.mark.parametrize(("place", "at"), [("reset", 1), ("reset", 2), ("step", 3)])
+@pytest.mark.parametrize("layout", [{}, {"n_workers": 2}, {"envs_per_group": 4}], ids=["single", "shared", "group"])
+def test_failure_in_lockstep_use(place: str, at: int, how: str, layout: dict[str, int]) -> None:
+    env = HTSVecEnv(faulty(place, how, at), step_timeout=1.5, **layout)  # type: ignore[arg-type]
+
+    def use() -> None:
+        env.reset()
+        for _ in range(30):
+            env.step(np.zeros(4, int))
+
+    with pytest.raises(WorkerError) as caught:
+        use()
+    check(caught.value, place, how)
+    with pytest.raises(ClosedError, match="shut down after a failure: Environment 2"):
+        env.reset()
+    env.close()
+
+
+@pytest.mark.parametrize("how", list(ERRORS))
+@pytest.mark.parametrize(("place", "at"), [("step", 1), ("step", 21), ("reset", 3)])
+@pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
+def test_failure_in_training(tmp_path: Path, algorithm: Any, place: str, at: int, how: str) -> None:
+    env = HTSVecEnv(faulty(place, how, at), step_timeout=1.5)
+    model = algorithm("MlpPolicy", env, n_steps=8, device="cpu")
+    with pytest.raises(WorkerError) as caught:
+        model.learn(10_000)
+    check(caught.value, place, how)
+    model.save(tmp_path / "model")
+    with HTSVecEnv([WalkEnv] * 4) as fresh:
+        loaded = algorithm.load(tmp_path / "model", env=fresh)
+        loaded.learn(64, reset_num_timesteps=False)
+        assert loaded.num_timesteps == model.num_timesteps + 64
+
+
+def test_failure_while_closing_does_not_matter() -> None:
+    for how in ("raise", "exit", "sigkill"):
+        env = HTSVecEnv(faulty("close", how))
+        env.reset()
+        env.close()
+
+
+def test_close_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_hts.pool.CLOSE_TIMEOUT", 0.2)
+    env = HTSVecEnv(faulty("close", "hang"))
+    env.reset()
+    env.close()
+
+
+def test_policy_that_fails_while_acting() -> None:
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        model = HTSA2C("MlpPolicy", env, device="cpu")
+        model.policy.action_net.weight.data.fill_(float("nan"))
+        with pytest.raises(WorkerRaised, match="computing actions"):
+            model.learn(10)
+
+
+def test_a_worker_killed_from_outside_during_training() -> None:
+    env = HTSVecEnv([WalkEnv] * 4)
+    victim = env._pool.pids[1]
+    model = HTSPPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu")
+
+    def kill(*_: Any) -> bool:
+        if model.num_timesteps >= 64:
+            os.kill(victim, signal.SIGKILL)
+        return True
+
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        model.learn(10_000, kill)  # type: ignore[arg-type]
+
+
+def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor, mapping, thread or child, after use, failure and garbage collection."""
+
+    def resources() -> tuple[int, int, int, int]:
+        gc.collect()
+        me = psutil.Process()
+        mappings = sum("memfd:sb3_hts" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return me.num_fds(), mappings, threading.active_count(), len(me.children(recursive=True))
+
+    def use(how: str) -> None:
+        env = HTSVecEnv(faulty("step", "raise", 1000 if how != "fail" else 5), envs_per_group=2)
+        model = HTSPPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu")
+        try:
+            model.learn(96)
+        except WorkerRaised:
+            assert how == "fail"
+        if how != "collect":
+            env.close()
+
+    use("close")
+    before = resources()
+    for how in ("close", "fail", "collect") * 2:
+        use(how)
+        assert resources() == before, how
+    assert not [name for name in os.listdir("/dev/shm") if "sb3" in name]
+
+
+def test_interrupts_at_any_moment() -> None:
+    """SIGINT at varied moments of a run: one KeyboardInterrupt, and the same environments and model go on."""
+    with HTSVecEnv([partial(WalkEnv, jitter=0.002)] * 4, envs_per_group=2) as env:
+        model = HTSPPO("MlpPolicy", env, n_steps=8, batch_size=16, n_epochs=2, device="cpu")
+        interrupted = 0
+        for attempt in range(25):
+            timer = threading.Timer(0.013 * attempt, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                model.learn(100_000, reset_num_timesteps=attempt == 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert model._run is None
+            assert env.get_attr("speed") == [1.0] * 4
+        assert interrupted == 25
+        before = model.num_timesteps
+        model.learn(64, reset_num_timesteps=False)
+        assert model.num_timesteps == before + 64
+
+
+def run_script(script: str, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args], input=textwrap.dedent(script), capture_output=True, text=True, timeout=100, **kwargs
+    )
+
+
+SCRIPT = """
+    import gymnasium as gym
+    import numpy as np
+    import torch as th
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+    from sb3_hts import HTSPPO, HTSVecEnv
+
+    print("main module runs")
+
+    class MyEnv(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
+
+        def step(self, action):
+            return self.np_random.uniform(-1, 1, 3).astype(np.float32), 1.0, self.np_random.random() < 0.1, False, {}
+
+    class MyExtractor(BaseFeaturesExtractor):
+        def __init__(self, space):
+            super().__init__(space, 4)
+            self.net = th.nn.Linear(3, 4)
+
+        def forward(self, obs):
+            return self.net(obs)
+
+    env = HTSVecEnv([MyEnv] * 2, start_method=START_METHOD)
+    model = HTSPPO("MlpPolicy", env, n_steps=16, batch_size=16, policy_kwargs=dict(features_extractor_class=MyExtractor))
+    model.learn(96)
+    print(model.num_timesteps, "steps")
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_scripts_need_no_main_guard_and_may_forget_to_close(tmp_path: Path, source: str, start_method: str) -> None:
+    script = SCRIPT.replace("START_METHOD", repr(start_method))
+    if source == "file":
+        (tmp_path / "script.py").write_text(textwrap.dedent(script))
+        result = run_script("", str(tmp_path / "script.py"))
+    else:
+        result = run_script(script, "-")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "main module runs\n96 steps\n"
+    assert "Error" not in result.stderr
+
+
+def test_workers_end_with_a_killed_main_process() -> None:
+    script = """
+        import os, signal, sys
+        from envs import WalkEnv
+        from sb3_hts import HTSA2C, HTSVecEnv
+
+        env = HTSVecEnv([WalkEnv] * 3)
+        print(*env._pool.pids, flush=True)
+
+        def kill(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        HTSA2C("MlpPolicy", env, device="cpu").learn(1000, kill)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    result = run_script(script, "-", env=environment)
+    assert result.returncode == -signal.SIGKILL
+    workers = [psutil.Process(int(pid)) for pid in result.stdout.split() if psutil.pid_exists(int(pid))]
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
