@@ -44,6 +44,7 @@ from sb3_hts.protocol import (
     Stepped,
     Unconfigure,
 )
+from sb3_hts.registration import dump_registrations
 from sb3_hts.serialization import dumps_by_value, loads
 from sb3_hts.shared_arrays import SharedBlock, block_nbytes, carve
 from sb3_hts.worker import lockstep_specs, worker_main
@@ -125,8 +126,10 @@ class HTSVecEnv(VecEnv):
 
     def _start_workers(self, env_fns: list[EnvFn]) -> WorkerPool:
         bounds = [*self._firsts, len(env_fns)]
+        registrations = dump_registrations()
         arguments = [
-            (dumps_by_value(env_fns[first:last]), first, self.envs_per_group, len(env_fns)) for first, last in pairwise(bounds)
+            (dumps_by_value(env_fns[first:last]), registrations, first, self.envs_per_group, len(env_fns))
+            for first, last in pairwise(bounds)
         ]
         return WorkerPool(self.start_method, worker_main, arguments, timeout=self.step_timeout)
 

@@ -52,6 +52,7 @@ from sb3_hts.protocol import (
     Stepped,
     Unconfigure,
 )
+from sb3_hts.registration import load_registrations
 from sb3_hts.rollout_runner import Channel, RolloutRunner
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
@@ -79,6 +80,7 @@ def worker_main(
     connection: Connection,
     status: WorkerStatus,
     env_fns: bytes,
+    registrations: bytes,
     first_index: int,
     group_size: int,
     n_envs: int,
@@ -89,7 +91,8 @@ def worker_main(
     :param connection: Pipe to the main process.
     :param status: Where to say what we are doing.
     :param env_fns: The serialised list of functions that make this worker's environments.
-    :param first_index: Index of the first of them, over all workers.
+    :param registrations: See :func:`sb3_hts.registration.dump_registrations`.
+    :param first_index: Index of the first environment, over all workers.
     :param group_size: Environments per group.
     :param n_envs: Environments over all workers.
     """
@@ -98,7 +101,7 @@ def worker_main(
     threading.Thread(target=_exit_with_main_process, daemon=True).start()
     # One worker, one core: OpenMP teams of many processes only fight, and thread counts change floating-point results
     th.set_num_threads(1)
-    _Worker(worker, connection, status, first_index, n_envs).run(env_fns, group_size)
+    _Worker(worker, connection, status, first_index, n_envs).run(env_fns, registrations, group_size)
 
 
 def _exit_with_main_process() -> None:
@@ -128,9 +131,9 @@ class _Worker:
         self._arrays: dict[Any, Array] = {}
         self._runner: RolloutRunner | None = None
 
-    def run(self, env_fns: bytes, group_size: int) -> None:
+    def run(self, env_fns: bytes, registrations: bytes, group_size: int) -> None:
         """Construct the environments, then answer requests until :class:`Close`."""
-        self._reply(lambda: self._construct(env_fns, group_size))
+        self._reply(partial(self._construct, env_fns, registrations, group_size))
         while True:
             self._report(Activity.WAITING)
             try:
@@ -163,8 +166,9 @@ class _Worker:
     def _report(self, activity: Activity, env_index: int = -1) -> None:
         self._status.set(self._worker, activity, env_index)
 
-    def _construct(self, env_fns: bytes, group_size: int) -> Reply:
+    def _construct(self, env_fns: bytes, registrations: bytes, group_size: int) -> Reply:
         self._report(Activity.CONSTRUCTING, self._first_index)
+        load_registrations(registrations)
         functions: Sequence[EnvFn] = loads(env_fns)
         for first in range(0, len(functions), group_size):
             self._generators.enter(first // group_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -143,6 +144,19 @@ def test_lambdas_and_local_classes_travel_by_value() -> None:
         assert env.get_attr("secret") == [42]
         env.set_attr("secret", lambda: 43)
         assert env.env_method("secret") == [43]
+
+
+def test_registrations_of_the_main_process_reach_the_workers() -> None:
+    class Registered(WalkEnv):
+        pass
+
+    gym.register("Walk-v0", lambda **_: Registered())
+    gym.register("Unpicklable-v0", WalkEnv, kwargs={"lock": threading.Lock()})
+    try:
+        with make_vec_env("Walk-v0", 2, vec_env_cls=HTSVecEnv) as env:  # type: ignore[arg-type, attr-defined]
+            assert env.get_attr("speed") == [1.0] * 2
+    finally:
+        del gym.registry["Walk-v0"], gym.registry["Unpicklable-v0"]
 
 
 def test_images() -> None:
