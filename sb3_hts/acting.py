@@ -182,8 +182,9 @@ class Replica:
 
     def __init__(self, program: Program, slots: ParameterSlots) -> None:
         self._views = [[spec.view(slot) for spec in program.tensors] for slot in slots.slots]
+        # Tensors of their own, since binding to another slot changes where they point
         self._tensors: list[th.Tensor] = [
-            view if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
+            view.detach() if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
             for view, spec in zip(self._views[0], program.tensors, strict=True)
         ]
         self.policy: ActorCriticPolicy = _PolicyUnpickler(io.BytesIO(program.policy), self._tensors).load()

@@ -13,6 +13,8 @@ from envs import WalkEnv
 from gymnasium import spaces
 from oracle import Oracle
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
@@ -32,7 +34,7 @@ SMALL = {"net_arch": [16]}
 def assert_equal_to_oracle(
     algorithm: type[HTSPPO] | type[HTSA2C],
     *,
-    policy: str = "MlpPolicy",
+    policy: Any = "MlpPolicy",
     observation_space: spaces.Space[Any] | None = None,
     action_space: spaces.Space[Any] = DISCRETE,
     group_size: int = 2,
@@ -149,3 +151,24 @@ def test_early_stop_by_target_kl_publishes_the_final_parameters() -> None:
 
 def test_fewer_gradient_steps_than_snapshots() -> None:
     assert_equal_to_oracle(HTSPPO, n_snapshots=8, correction="proximal", batch_size=32, n_epochs=3)
+
+
+class BatchNormPolicy(ActorCriticPolicy):
+    """Has buffers, so every snapshot must carry those too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, features_extractor_class=BatchNormExtractor, **kwargs)
+
+
+class BatchNormExtractor(BaseFeaturesExtractor):
+    def __init__(self, observation_space: spaces.Space[Any]) -> None:
+        super().__init__(observation_space, 3)
+        self.norm = th.nn.BatchNorm1d(3)
+
+    def forward(self, observations: th.Tensor) -> th.Tensor:
+        return self.norm(observations)
+
+
+def test_batch_norm() -> None:
+    assert_equal_to_oracle(HTSPPO, policy=BatchNormPolicy, n_snapshots=4, correction="proximal", **PPO_KWARGS)
+    assert_equal_to_oracle(HTSA2C, policy=BatchNormPolicy, correction="delayed_gradient")

@@ -1,0 +1,278 @@
+"""The small parts, each by itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from envs import WalkEnv
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stable_baselines3 import PPO
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from sb3_hts import HTSVecEnv, algorithm, shared_arrays
+from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
+from sb3_hts.corrections import PPO_CORRECTIONS, correct_rollout
+from sb3_hts.lean_forward import lean_forward
+from sb3_hts.seeding import draw_noise_key, stream_seed
+from sb3_hts.shared_arrays import ALIGNMENT, ArraySpec, SharedBlock, block_nbytes, carve
+from sb3_hts.slots import ParameterSlots
+from sb3_hts.storage import RolloutLayout, RolloutStorage
+
+# --- seeding --------------------------------------------------------------------------------------------------------
+
+
+def test_stream_seeds_are_fixed_for_ever() -> None:
+    """Saved models continue their noise, so these numbers must not change between versions."""
+    assert stream_seed(0, 0, 0) == 1445694884619442965
+    assert stream_seed(2**32 - 1, 3, 10**9) == 701322321605311379
+
+
+def test_stream_seeds_differ() -> None:
+    seeds = {stream_seed(key, group, step) % 2**32 for key in range(3) for group in range(4) for step in range(200)}
+    assert len(seeds) == 3 * 4 * 200
+
+
+@given(st.integers(), st.integers(0, 2**40), st.integers(0, 2**60))
+def test_stream_seeds_fit_torch(key: int, group: int, step: int) -> None:
+    assert 0 <= stream_seed(key, group, step) < 2**63
+
+
+def test_noise_key() -> None:
+    assert draw_noise_key(7) == 7
+    assert draw_noise_key(None) != draw_noise_key(None)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+DTYPES = [np.dtype(name) for name in ("uint8", "bool", "int64", "float32", "float64")]
+SPECS = st.builds(ArraySpec, st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(DTYPES))
+
+
+@given(st.dictionaries(st.integers(), SPECS, max_size=6))
+@settings(deadline=None)
+def test_arrays_are_aligned_and_disjoint(specs: dict[Any, ArraySpec]) -> None:
+    block = SharedBlock(block_nbytes(specs))
+    arrays = carve(block.bytes, specs)
+    for number, (key, spec) in enumerate(specs.items()):
+        array = arrays[key]
+        assert (array.shape, array.dtype) == (spec.shape, spec.dtype)
+        assert array.ctypes.data % ALIGNMENT == 0 or array.size == 0
+        array.reshape(-1).view(np.uint8)[:] = number % 2
+    for number, key in enumerate(specs):
+        assert (arrays[key].reshape(-1).view(np.uint8) == number % 2).all()
+    block.release_descriptor()
+
+
+def test_fresh_memory_is_poisoned_in_tests() -> None:
+    assert shared_arrays.POISON is not None
+    block = SharedBlock(10)
+    assert (block.bytes == shared_arrays.POISON).all()
+    block.release_descriptor()
+
+
+def test_a_block_is_one_piece_of_memory_for_all_who_map_it() -> None:
+    block = SharedBlock(100)
+    other = SharedBlock.__new__(SharedBlock)
+    other._adopt(os.dup(block._fd), 100)
+    block.bytes[5] = 42
+    assert other.bytes[5] == 42
+    for mapped in (block, other):
+        mapped.release_descriptor()
+        mapped.release_descriptor()
+
+
+@given(st.integers(1, 6), st.integers(1, 6), SPECS, SPECS)
+@settings(deadline=None)
+def test_halves_do_not_overlap(n_steps: int, n_envs: int, observation: ArraySpec, action: ArraySpec) -> None:
+    layout = RolloutLayout(n_steps, n_envs, {None: observation, "more": observation}, action)
+    block = SharedBlock(layout.nbytes)
+    storage = RolloutStorage(layout, block)
+    for value, half in enumerate(storage.halves):
+        for array in (*half.observations.values(), half.actions, half.rewards, half.dones, half.last_values):
+            array.reshape(-1).view(np.uint8)[:] = value
+        assert half.observations["more"].shape == (n_steps + 1, n_envs, *observation.shape)
+        assert half.dones.shape == (n_steps, n_envs)
+    assert not storage.halves[0].actions.any()
+    block.release_descriptor()
+
+
+def test_a_rollout_needs_a_step() -> None:
+    with pytest.raises(ValueError, match="at least one step"):
+        RolloutLayout(0, 1, {}, ArraySpec((), np.dtype(np.int64)))
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+
+class OddPolicy(ActorCriticPolicy):
+    """Tied weights, batch norm, a buffer that is not saved, and something that belongs to nobody but the learner."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norm = th.nn.BatchNorm1d(3)
+        self.tied = self.action_net
+        self.view = th.nn.Parameter(self.value_net.weight.data[:, 2:5])
+        self.register_buffer("secret", th.arange(4.0), persistent=False)
+
+
+def make_policy(cls: Any = OddPolicy, action_space: Any = None) -> Any:
+    return PPO(cls, DummyVecEnv([lambda: WalkEnv(None, action_space)]), device="cpu", seed=0).policy
+
+
+def replicate(policy: Any, n_slots: int = 2) -> tuple[Replica, Publisher]:
+    tensors = PolicyTensors(policy)
+    slots = ParameterSlots(tensors.nbytes, n_slots)
+    publisher = Publisher(tensors, slots)
+    layout = RolloutLayout(1, 1, {None: ArraySpec((3,), np.dtype(np.float32))}, ArraySpec((), np.dtype(np.int64)))
+    program = Program(
+        layout=layout,
+        wrappers=(),
+        policy=dump_policy(policy, tensors),
+        tensors=tuple(tensors.specs),
+        slot_nbytes=tensors.nbytes,
+        n_slots=n_slots,
+        noise_key=0,
+        action_space=policy.action_space,
+        channels_last=frozenset(),
+        sde_sample_freq=None,
+    )
+    replica = Replica(program, slots)
+    slots.block.release_descriptor()
+    return replica, publisher
+
+
+def state(policy: Any) -> dict[str, th.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
+
+
+def test_a_replica_shows_what_is_published() -> None:
+    policy = make_policy()
+    replica, publisher = replicate(policy)
+    publisher.write(0, (0, 0))
+    first = state(policy)
+    for tensor in [*policy.parameters(), *policy.buffers()]:
+        tensor.data.copy_(tensor * 2 + 1)
+    publisher.write(1, (0, 5))
+    second = state(policy)
+    for slot, expected in ((1, second), (0, first), (1, second)):
+        replica.bind(slot)
+        for name, tensor in state(replica.policy).items():
+            assert th.equal(tensor, expected[name]), name
+    assert replica.policy.optimizer is None
+    assert not replica.policy.training
+    assert replica.policy.tied is replica.policy.action_net
+    assert replica.policy.view.data_ptr() == replica.policy.value_net.weight.data_ptr() + 2 * 4
+    for tensor in (replica.policy.log_std if hasattr(replica.policy, "log_std") else replica.policy.action_net.weight,):
+        assert tensor.data_ptr() % ALIGNMENT == 0
+    assert policy.optimizer is not None, "the learner's policy is untouched"
+
+
+def test_a_policy_that_cannot_travel_is_named() -> None:
+    policy = make_policy()
+    policy.lock = __import__("threading").Lock()
+    with pytest.raises(TypeError, match=r"OddPolicy cannot be sent to the workers: .*lock"):
+        dump_policy(policy, PolicyTensors(policy))
+
+
+@pytest.mark.parametrize("action_space", [spaces.Discrete(5), spaces.Box(-1, 1, (3,))], ids=["discrete", "box"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_lean_forward_is_bitwise_the_same(action_space: Any, shared: bool) -> None:
+    policy = make_policy(ActorCriticPolicy, action_space)
+    policy.share_features_extractor = shared
+    forward = lean_forward(policy)
+    assert forward is not policy
+    for seed in range(20):
+        obs = th.randn(7, 3)
+        results = []
+        for function in (policy, forward):
+            th.manual_seed(seed)
+            with th.no_grad():
+                results.append([*function(obs), th.rand(1)])
+        assert all(th.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True))
+
+
+class OwnForward(ActorCriticPolicy):
+    def forward(self, obs: Any, deterministic: bool = False) -> Any:
+        return super().forward(obs, deterministic)
+
+
+def test_the_lean_forward_leaves_other_policies_alone() -> None:
+    own = make_policy(OwnForward)
+    assert lean_forward(own) is own
+    hooked = make_policy(ActorCriticPolicy)
+    hooked.register_forward_hook(lambda *_: None)
+    assert lean_forward(hooked) is hooked
+    patched = make_policy(ActorCriticPolicy)
+    patched.forward = lambda obs: None
+    assert lean_forward(patched) is patched
+    binary = make_policy(ActorCriticPolicy, spaces.MultiBinary(3))
+    assert lean_forward(binary) is binary
+
+
+@pytest.mark.parametrize("action_space", [spaces.Discrete(5), spaces.Box(-1, 1, (3,))], ids=["discrete", "box"])
+def test_a_policy_that_has_become_nan_is_an_error(action_space: Any) -> None:
+    policy = make_policy(ActorCriticPolicy, action_space)
+    policy.action_net.weight.data.fill_(float("nan"))
+    with pytest.raises((ValueError, RuntimeError)), th.no_grad():
+        lean_forward(policy)(th.zeros(1, 3))
+
+
+# --- corrections ----------------------------------------------------------------------------------------------------
+
+
+def test_corrections_change_nothing_when_the_policy_is_the_same() -> None:
+    """Ratios are one, values the same, up to the rounding of another batch shape."""
+    model = PPO("MlpPolicy", DummyVecEnv([WalkEnv] * 2), n_steps=16, device="cpu", seed=0)
+    model.learn(1)
+    buffers = {}
+    for name in ("behaviour", "proximal", "decoupled"):
+        model.collect_rollouts(model.env, model._init_callback(None), model.rollout_buffer, 16)  # type: ignore[arg-type]
+        before = {key: getattr(model.rollout_buffer, key).copy() for key in ("advantages", "values", "log_probs", "returns")}
+        correct_rollout(
+            PPO_CORRECTIONS[name],
+            model.policy,
+            model.rollout_buffer,
+            model._last_obs,
+            model._last_episode_starts,  # type: ignore[arg-type]
+        )
+        buffers[name] = before
+        if name == "decoupled":
+            before["advantages"] -= before["advantages"].mean()
+        for key, array in before.items():
+            np.testing.assert_allclose(getattr(model.rollout_buffer, key), array, atol=1e-5, err_msg=f"{name} {key}")
+
+
+def test_weights_are_truncated_ratios() -> None:
+    model = PPO("MlpPolicy", DummyVecEnv([WalkEnv] * 2), n_steps=16, device="cpu", seed=0)
+    model.learn(1)
+    model.collect_rollouts(model.env, model._init_callback(None), model.rollout_buffer, 16)  # type: ignore[arg-type]
+    buffer = model.rollout_buffer
+    behaviour = buffer.log_probs.copy()
+    buffer.log_probs = behaviour + np.linspace(-3, 3, behaviour.size, dtype=np.float32).reshape(behaviour.shape)
+    shifted = buffer.log_probs.copy()
+    correct_rollout(PPO_CORRECTIONS["decoupled"], model.policy, buffer, model._last_obs, model._last_episode_starts)  # type: ignore[arg-type]
+    np.testing.assert_allclose(buffer.log_probs, behaviour, atol=1e-5)
+    unweighted = buffer.returns - buffer.values
+    expected = (unweighted - unweighted.mean()) * np.minimum(np.exp(behaviour - shifted), 2)
+    np.testing.assert_allclose(buffer.advantages, expected, rtol=1e-3, atol=1e-4)
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_learner_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for n_cores, before, after in ((2, 2, 1), (2, 1, 1), (1, 1, 1), (16, 16, 8), (16, 4, 4), (16, 32, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=n_cores: set(range(n)), raising=False)
+        assert algorithm.learner_threads(before) == after
+
+
+def test_layout_of_workers() -> None:
+    with HTSVecEnv([WalkEnv] * 6, envs_per_group=2, n_workers=2) as env:
+        assert [list(env.groups_of(worker)) for worker in range(2)] == [[0, 1], [2]]
