@@ -21,8 +21,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
@@ -77,18 +77,15 @@ WORKLOADS = {
 CONTENDERS: dict[str, Any] = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv, "hts": HTSVecEnv}
 
 
-class Waiting(BaseCallback):
-    """Adds up what the pipeline logs of each rollout."""
+class WaitingTime(Logger):
+    """Adds up the time that the learner waited; a callback would do too, but make the pipeline wait for itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wait_time = 0.0
+    total = 0.0
 
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_end(self) -> None:
-        self.wait_time += self.logger.name_to_value["hts/wait_time"]
+    def record(self, key: str, value: Any, exclude: Any = None) -> None:
+        if key == "hts/wait_time":
+            self.total += value
+        super().record(key, value, exclude)
 
 
 def measure(workload: Workload, contender: str, seed: int) -> tuple[float, float]:
@@ -103,28 +100,32 @@ def measure(workload: Workload, contender: str, seed: int) -> tuple[float, float
     model = classes[hts](workload.policy, env, seed=seed, device="cpu", **workload.hyperparameters)
     rollout = model.n_steps * workload.n_envs
     model.learn(2 * rollout)  # warm-up
-    waiting = Waiting()
+    logger = WaitingTime(None, [])
+    model.set_logger(logger)
     started = time.perf_counter()
-    model.learn(workload.n_timesteps, waiting if hts else None)
+    model.learn(workload.n_timesteps)
     wall = time.perf_counter() - started
     env.close()
-    return model.num_timesteps / wall, waiting.wait_time / wall
+    return model.num_timesteps / wall, logger.total / wall
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=list(WORKLOADS), action="append", help="default: all")
+    parser.add_argument("--contender", choices=list(CONTENDERS), action="append", help="default: all")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print("| workload | envs_per_group | dummy | subproc | hts | speed-up (spread) | idle |")
-    print("|---|---|---|---|---|---|---|")
+    contenders = args.contender or list(CONTENDERS)
+    print(f"| workload | envs_per_group | {' | '.join(contenders)} | speed-up (spread) | idle |")
+    print("|---|---" + "|---" * len(contenders) + "|---|---|")
     for name in args.workload or WORKLOADS:
         workload = WORKLOADS[name]
         turns = []
         for seed in range(args.repeats):
-            turns.append({contender: measure(workload, contender, seed) for contender in CONTENDERS})
-        rates = {contender: np.median([turn[contender][0] for turn in turns]) for contender in CONTENDERS}
-        ratios = [turn["hts"][0] / max(turn["dummy"][0], turn["subproc"][0]) for turn in turns]
+            turns.append({contender: measure(workload, contender, seed) for contender in contenders})
+        rates = {contender: np.median([turn[contender][0] for turn in turns]) for contender in contenders}
+        stock = [contender for contender in contenders if contender != "hts"]
+        ratios = [turn["hts"][0] / max(turn[contender][0] for contender in stock) for turn in turns]
         idle = np.median([turn["hts"][1] for turn in turns])
         print(
             f"| {name} | {workload.envs_per_group} | " + " | ".join(f"{rate:.0f}" for rate in rates.values()) + " | "

@@ -22,13 +22,12 @@ from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv
-from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
 from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at
 from sb3_hts.errors import HTSError
-from sb3_hts.replay import Replay, as_observation
+from sb3_hts.replay import Observation, Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
 from sb3_hts.vec_env import HTSVecEnv
 from sb3_hts.wrappers import unwrap
@@ -195,9 +194,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if not collector.in_flight:
             self._launch(run, collector, callback, n_rollout_steps, n_snapshots=1)
         rollout = collector.wait()
-        completed, now = False, (as_observation(rollout.last_observations), rollout.half.dones[-1].copy())
+        now = as_observation(rollout.last_observations), rollout.half.dones[-1].copy()
+        completed = False
         try:
-            completed = self._process(rollout, run, collector, env, callback, rollout_buffer)
+            completed = self._process(rollout, now, run, collector, env, callback, rollout_buffer)
         finally:
             if not completed:
                 # The environments have finished the rollout, whatever the callbacks made of it
@@ -207,6 +207,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     def _process(
         self,
         rollout: Rollout,
+        now: tuple[Observation, npt.NDArray[np.bool_]],
         run: _Run,
         collector: WorkerCollector,
         env: VecEnv,
@@ -221,9 +222,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
         replay_later = ahead and _is_silent(callback)
         episode_starts = self._last_episode_starts
+        if _is_silent(callback):
+            self._last_obs, self._last_episode_starts = now
         if replay_later:
-            self._last_obs = as_observation(rollout.last_observations)
-            self._last_episode_starts = rollout.half.dones[-1].copy()
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma)
         completed = self._replay(replay, env, callback, rollout_buffer, episode_starts)
@@ -281,6 +282,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         """
         assert episode_starts is not None
         filled = replay.fill(rollout_buffer, episode_starts)
+        silent = _is_silent(callback)
         variables: dict[str, Any] = {
             "self": self,
             "env": env,
@@ -289,37 +291,22 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             "n_rollout_steps": replay.n_steps,
         }
         for t in range(replay.n_steps):
-            infos, dones, new_obs = replay.infos[t], replay.dones[t], replay.observation(t + 1)
-            values, log_probs = replay.value_tensor(t), replay.log_prob_tensor(t)
-            variables.update(
-                n_steps=t,
-                obs_tensor=obs_as_tensor(replay.observation(t), self.device),
-                actions=replay.actions[t],
-                clipped_actions=replay.clipped_actions[t],
-                values=values,
-                log_probs=log_probs,
-                new_obs=new_obs,
-                rewards=replay.rewards[t],
-                dones=dones,
-                infos=infos,
-            )
             self.num_timesteps += env.num_envs
-            callback.update_locals(variables)
-            if not callback.on_step():
-                return False
-            self._update_info_buffer(infos, dones)
-            actions, rewards = replay.stored_actions(t), replay.bootstrapped_rewards[t]
+            if not silent:
+                variables.update(replay.variables(t))
+                callback.update_locals(variables)
+                if not callback.on_step():
+                    return False
+            self._update_info_buffer(replay.infos[t], replay.dones[t])
             if filled:
                 rollout_buffer.pos += 1
             else:
-                obs: Any = replay.observation(t)
-                rollout_buffer.add(obs, actions, rewards, episode_starts, values, log_probs)
-            self._last_obs = new_obs
-            self._last_episode_starts = episode_starts = dones
+                replay.add_to(rollout_buffer, t, episode_starts)
+            if not silent:
+                self._last_obs, self._last_episode_starts = replay.observation(t + 1), replay.dones[t]
         rollout_buffer.full = True
-        last_values = replay.value_tensor(replay.n_steps)
-        rollout_buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
-        variables.update(n_steps=replay.n_steps, actions=actions, rewards=rewards, values=last_values)
+        rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
+        variables.update(replay.final_variables())
         callback.update_locals(variables)
         callback.on_rollout_end()
         return True

@@ -11,6 +11,7 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_hts.acting import to_env_actions
 from sb3_hts.collector import Rollout, load_infos
@@ -68,12 +69,42 @@ class Replay:
         values = self.values[t] if t < self.n_steps else self.last_values
         return th.from_numpy(values).reshape(-1, 1).to(self._device)
 
-    def log_prob_tensor(self, t: int) -> th.Tensor:
-        """Log-probabilities at step ``t``, ``(n_envs,)``."""
+    def variables(self, t: int) -> dict[str, Any]:
+        """The local variables of SB3's loop at ``on_step`` of step ``t``."""
+        return {
+            "n_steps": t,
+            "obs_tensor": obs_as_tensor(self.observation(t), self._device),
+            "actions": self.actions[t],
+            "clipped_actions": self.clipped_actions[t],
+            "values": self.value_tensor(t),
+            "log_probs": self._log_prob_tensor(t),
+            "new_obs": self.observation(t + 1),
+            "rewards": self.rewards[t],
+            "dones": self.dones[t],
+            "infos": self.infos[t],
+        }
+
+    def final_variables(self) -> dict[str, Any]:
+        """The local variables of SB3's function that change between the last ``on_step`` and ``on_rollout_end``."""
+        return {
+            "n_steps": self.n_steps,
+            "actions": self._stored_actions(-1),
+            "rewards": self.bootstrapped_rewards[-1],
+            "values": self.value_tensor(self.n_steps),
+        }
+
+    def add_to(self, buffer: RolloutBuffer, t: int, first_episode_starts: npt.NDArray[np.bool_]) -> None:
+        """Give step ``t`` to a buffer by its ``add()``."""
+        obs: Any = self.observation(t)
+        starts = self.dones[t - 1] if t else first_episode_starts
+        rewards = self.bootstrapped_rewards[t]
+        buffer.add(obs, self._stored_actions(t), rewards, starts, self.value_tensor(t), self._log_prob_tensor(t))
+
+    def _log_prob_tensor(self, t: int) -> th.Tensor:
         return th.from_numpy(self.log_probs[t]).to(self._device)
 
-    def stored_actions(self, t: int) -> Array:
-        """Actions at step ``t`` in the shape that SB3 passes to its buffer."""
+    def _stored_actions(self, t: int) -> Array:
+        """Actions in the shape that SB3 passes to its buffer."""
         actions: Array = self.actions[t]
         return actions.reshape(-1, 1) if self._discrete else actions
 
