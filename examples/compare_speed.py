@@ -50,6 +50,8 @@ def make_pong(n_envs: int, vec_env_cls: Any, vec_env_kwargs: dict[str, Any]) -> 
     import ale_py
 
     gym.register_envs(ale_py)
+    if vec_env_cls is SubprocVecEnv:
+        vec_env_kwargs = {"start_method": "fork"}  # its other workers would not know the registration
     env = make_atari_env("PongNoFrameskip-v4", n_envs, vec_env_cls=vec_env_cls, vec_env_kwargs=vec_env_kwargs)
     return VecFrameStack(env, n_stack=4)
 
@@ -72,7 +74,7 @@ WORKLOADS = {
     "cartpole-a2c": Workload("a2c", partial(make_vec_env, "CartPole-v1"), 8, 8, 16_000),
     "cartpole-ppo": Workload("ppo", partial(make_vec_env, "CartPole-v1"), 8, 8, 20_480, hyperparameters=PPO_SMALL),
     "waiting": Workload("ppo", partial(make_vec_env, WaitingEnv), 16, 1, 8_192, hyperparameters={"n_steps": 32}),
-    "pong": Workload("ppo", make_pong, 8, 4, 4_096, "CnnPolicy", {"n_steps": 128, "batch_size": 256, "n_epochs": 4}),
+    "pong": Workload("ppo", make_pong, 8, 4, 3_072, "CnnPolicy", {"n_steps": 128, "batch_size": 256, "n_epochs": 4}),
 }
 CONTENDERS: dict[str, Any] = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv, "hts": HTSVecEnv}
 

@@ -36,6 +36,10 @@ CHEAP_STEP = 300e-6
 """Seconds per environment step, acting included, below which large groups pay off."""
 
 
+LARGE_POLICY = 500_000
+"""Number of parameters from which on training profits from all cores, even though workers use them too."""
+
+
 @dataclass
 class _Run:
     """The pipeline of one ``learn()``.
@@ -171,7 +175,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 f"{self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB shared."
             )
         if self.policy_lag > 0:
-            th.set_num_threads(learner_threads(th.get_num_threads()))
+            th.set_num_threads(learner_threads(self.policy, th.get_num_threads()))
         return _Run(collector, list(self.policy.parameters()))
 
     # --- collect ----------------------------------------------------------------------------------------------------
@@ -367,17 +371,23 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         collector.publish_rest((update + 1, 0))
 
 
-def learner_threads(n_threads: int) -> int:
+def learner_threads(policy: th.nn.Module, n_threads: int) -> int:
     """How many threads torch may use for training while workers run.
 
-    An OpenMP team that needs every core stands still whenever a worker holds one of them, so it gets half of the cores. A
-    smaller number that the user has set stays. The number of workers must not matter: thread counts change
+    An OpenMP team that needs every core stands still whenever a worker holds one of them. Small networks lose more by that
+    than they gain by the team, so for them it gets half of the cores; for large ones and convolutions all. A smaller
+    number that the user has set stays. Neither timing nor the number of workers may matter: thread counts change
     floating-point results.
 
+    :param policy: What is trained.
     :param n_threads: torch's present number of threads.
     """
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return n_threads if n_threads < n_cores else max(1, n_cores // 2)
+    large = sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_POLICY
+    convolutional = any(isinstance(module, (th.nn.Conv1d, th.nn.Conv2d, th.nn.Conv3d)) for module in policy.modules())
+    if large or convolutional or n_threads < n_cores:
+        return n_threads
+    return max(1, n_cores // 2)
 
 
 def _is_silent(callback: BaseCallback) -> bool:

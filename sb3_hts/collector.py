@@ -32,6 +32,7 @@ from stable_baselines3.common.vec_env.util import obs_space_info
 
 from sb3_hts.acting import PolicyTensors, Program, Publisher, dump_policy
 from sb3_hts.errors import HTSError
+from sb3_hts.interrupts import shielded
 from sb3_hts.protocol import Collect, Collected
 from sb3_hts.serialization import dumps_by_value, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock
@@ -178,8 +179,10 @@ class WorkerCollector:
             )
 
         self._launched_at = time.monotonic()
-        self.in_flight = True
-        self._env.start_rollout(request, self)
+        # Together or not at all: a launch that nobody knows of would never be cancelled
+        with shielded:
+            self._env.start_rollout(request, self)
+            self.in_flight = True
 
     def publish(self, version: Version) -> None:
         """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""

@@ -59,6 +59,9 @@ from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutStorage
 
+NICENESS = 5
+"""How much lower the priority of workers is than that of the main process, as of ``os.nice``."""
+
 
 def lockstep_specs(n_envs: int, observation_space: Any, action_space: Any) -> dict[Any, ArraySpec]:
     """Arrays that serve ``reset()`` and ``step()``: observations, actions, rewards, dones of all environments.
@@ -99,6 +102,8 @@ def worker_main(
     # Ctrl-C reaches the whole process group; what happens then is for the main process to decide
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_main_process, daemon=True).start()
+    # Where there are more workers than cores, the learner comes first: it is one thread, and everybody waits for it
+    os.nice(NICENESS)
     # One worker, one core: OpenMP teams of many processes only fight, and thread counts change floating-point results
     th.set_num_threads(1)
     _Worker(worker, connection, status, first_index, n_envs).run(env_fns, registrations, group_size)

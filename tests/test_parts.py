@@ -268,9 +268,12 @@ def test_weights_are_truncated_ratios() -> None:
 
 
 def test_learner_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large, convolutional = th.nn.Linear(8, 8), th.nn.Linear(1000, 1000), th.nn.Conv2d(1, 1, 1)
     for n_cores, before, after in ((2, 2, 1), (2, 1, 1), (1, 1, 1), (16, 16, 8), (16, 4, 4), (16, 32, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=n_cores: set(range(n)), raising=False)
-        assert algorithm.learner_threads(before) == after
+        assert algorithm.learner_threads(small, before) == after
+        assert algorithm.learner_threads(large, before) == before
+        assert algorithm.learner_threads(convolutional, before) == before
 
 
 def test_layout_of_workers() -> None:
