@@ -60,8 +60,10 @@ class PolicyTensors:
         self.tensors: list[th.Tensor] = []
         self.specs: list[TensorSpec] = []
         self.nbytes = 0
+        self.policy = policy
+        self.parameters = list(policy.parameters())
         offsets: dict[int, int] = {}
-        for tensor in [*policy.parameters(), *policy.buffers()]:
+        for tensor in [*self.parameters, *policy.buffers()]:
             storage = tensor.untyped_storage()
             # Empty storages all have the same address
             key = storage.data_ptr() or -id(tensor)
@@ -86,7 +88,9 @@ class Publisher:
     """Writes the learner's parameters into slots. Used by the learner's thread alone."""
 
     def __init__(self, tensors: PolicyTensors, slots: ParameterSlots) -> None:
-        self._sources = tensors.tensors
+        self._policy = tensors.policy
+        self._parameters = tensors.parameters
+        self._has_buffers = len(tensors.tensors) > len(tensors.parameters)
         self._versions = slots.versions
         self._views = [[spec.view(slot) for spec in tensors.specs] for slot in slots.slots]
 
@@ -96,7 +100,9 @@ class Publisher:
 
         :param version: ``(update, gradient step)`` that made them.
         """
-        for view, source in zip(self._views[slot], self._sources, strict=True):
+        # Buffers are looked up anew, because modules may assign new tensors to them; parameters are what is optimized
+        buffers = self._policy.buffers() if self._has_buffers else ()
+        for view, source in zip(self._views[slot], [*self._parameters, *buffers], strict=True):
             view.copy_(source)
         self._versions[slot] = version
 

@@ -133,11 +133,13 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     @contextmanager
     def _pipeline(self) -> Iterator[None]:
         """The scope of one ``learn()``: nothing that it started outlives it, whatever way it ends."""
-        n_threads = th.get_num_threads()
+        n_threads, grad_enabled = th.get_num_threads(), th.is_grad_enabled()
         try:
             yield
         finally:
             th.set_num_threads(n_threads)
+            # An interrupt may have hit the middle of a "no_grad" block
+            th.set_grad_enabled(grad_enabled)
             run, self._run = self._run, None
             if run is not None and run.collector is not None:
                 self._end(run.collector)

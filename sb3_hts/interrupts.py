@@ -24,13 +24,14 @@ class InterruptShield:
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._depth += 1
-        if self._depth == 1:
+        if self._depth == 0:
             handler = signal.getsignal(signal.SIGINT)
             # Ignored, default, or set from C: there is no Python handler that could interrupt the block
-            if callable(handler):
+            if callable(handler) and handler != self._remember:
                 self._previous = handler
                 signal.signal(signal.SIGINT, self._remember)
+        # Only now: an interrupt before this line raises with nothing changed, after it none does
+        self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if threading.current_thread() is not threading.main_thread():

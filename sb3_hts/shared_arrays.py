@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from multiprocessing import reduction
@@ -68,6 +69,8 @@ class SharedBlock:
 
     def _adopt(self, fd: int, nbytes: int) -> None:
         self._fd = fd
+        # Also on the way out of an error, where nobody releases it
+        self._close_descriptor = weakref.finalize(self, os.close, fd)
         self.nbytes = nbytes
         # numpy keeps the mapping alive for as long as any array over it exists
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, max(nbytes, 1)), dtype=np.uint8)
@@ -95,9 +98,8 @@ class SharedBlock:
 
     def release_descriptor(self) -> None:
         """Close the descriptor once nobody else needs it; the mapping stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close_descriptor()
+        self._fd = -1
 
 
 def _anonymous_file() -> int:

@@ -276,6 +276,7 @@ class HTSVecEnv(VecEnv):
                 self.cancel_rollout()
             self._phase = Phase.CLOSED
             self._pool.close()
+            self._forget_rollout()
 
     def __enter__(self) -> HTSVecEnv:
         return self
@@ -355,6 +356,7 @@ class HTSVecEnv(VecEnv):
             if self._phase not in (Phase.CLOSED, Phase.BROKEN):
                 self._become_idle()
                 self._exchange([Unconfigure()] * self.n_workers, Done)
+            self._forget_rollout()
 
     def start_rollout(self, request: Callable[[int, range], Collect], owner: RolloutOwner) -> None:
         """Let all workers collect.
@@ -399,6 +401,10 @@ class HTSVecEnv(VecEnv):
             if self._phase is not Phase.IDLE:
                 self._become_idle()
             return self._collected
+
+    def _forget_rollout(self) -> None:
+        # The owner holds the storage
+        self._owner, self._collected = None, []
 
     def _gather(self) -> None:
         """Take the replies of a rollout; can be interrupted and called again."""

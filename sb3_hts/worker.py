@@ -250,7 +250,7 @@ class _Worker:
         any_reset = False
         for group in self._each_group():
             columns = group.columns
-            group.step_async(self._arrays["actions"][columns])
+            group.step_async(self._arrays["actions"][columns].copy())  # environments may keep their action
             _, self._arrays["rewards"][columns], self._arrays["dones"][columns], group_infos = group.step_wait()
             self._write_observations(group)
             infos.update((i + columns.start, dumps(info)) for i, info in enumerate(group_infos) if not is_plain(info))

@@ -95,6 +95,9 @@ class WalkEnv(gym.Env[Any, Any]):
     def get_position(self, factor: float = 1.0) -> float:
         return factor * self.position
 
+    def remember_action(self) -> None:
+        self.remembered_action = self.last_action
+
     def fail(self, message: str) -> None:
         raise KeyError(message)
 

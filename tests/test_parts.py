@@ -159,6 +159,7 @@ def test_a_replica_shows_what_is_published() -> None:
     first = state(policy)
     for tensor in [*policy.parameters(), *policy.buffers()]:
         tensor.data.copy_(tensor * 2 + 1)
+    policy.secret = policy.secret + 1  # a new tensor under the old name
     publisher.write(1, (0, 5))
     second = state(policy)
     for slot, expected in ((1, second), (0, first), (1, second)):

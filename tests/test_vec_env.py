@@ -232,3 +232,13 @@ def test_bad_environments() -> None:
     for layout in ({}, {"n_workers": 1}, {"envs_per_group": 3}):
         with pytest.raises(ValueError, match=r"Environment 2 has .* must have the same spaces"):
             HTSVecEnv([WalkEnv, WalkEnv, other], **layout)
+
+
+def test_environments_may_keep_their_action() -> None:
+    with HTSVecEnv([partial(WalkEnv, None, ACTION_SPACES["box"])] * 2, envs_per_group=2) as env:
+        env.reset()
+        env.step(np.full((2, 2), 0.5, np.float32))
+        kept = env.get_attr("last_action", indices=0)[0].copy()
+        env.env_method("remember_action")
+        env.step(np.full((2, 2), -0.5, np.float32))
+        np.testing.assert_array_equal(env.get_attr("remembered_action")[0], kept)
