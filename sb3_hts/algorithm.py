@@ -8,12 +8,12 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch as th
@@ -25,19 +25,20 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
-from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at
-from sb3_hts.errors import HTSError
+from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at, noting_changes
+from sb3_hts.errors import HTSError, WorkerRaised
+from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Observation, Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
+from sb3_hts.threads import learner_threads
 from sb3_hts.vec_env import HTSVecEnv
 from sb3_hts.wrappers import unwrap
 
 CHEAP_STEP = 300e-6
 """Seconds per environment step, acting included, below which large groups pay off."""
 
-
-LARGE_POLICY = 500_000
-"""Number of parameters from which on training profits from all cores, even though workers use them too."""
+DEFAULT_SNAPSHOTS = 4
+"""Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
 
 
 @dataclass
@@ -49,6 +50,7 @@ class _Run:
     :param launched: Values of the parameters at the launch of the rollout in flight, where the correction needs them.
     :param behaviour: The same, of the rollout that has been replayed last.
     :param lag: Measured lag of that rollout, in updates.
+    :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
     :param n_gradient_steps: Optimizer steps of one update.
     :param n_rollouts: Rollouts replayed so far.
     """
@@ -58,6 +60,7 @@ class _Run:
     launched: list[th.Tensor] | None = None
     behaviour: list[th.Tensor] | None = None
     lag: float = 0.0
+    changed: frozenset[str] = frozenset()
     n_gradient_steps: int = 1
     n_rollouts: int = 0
 
@@ -95,7 +98,13 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 raise ValueError(f"n_envs={n_envs} goes with the name of an environment only; this one has its own number.")
             yield env
             return
-        vec_env = make_vec_env(env, n_envs=1 if n_envs is None else n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
+        try:
+            vec_env = make_vec_env(env, n_envs=1 if n_envs is None else n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
+        except WorkerRaised as error:
+            # An unknown name, a missing package: as from gym.make() in this process
+            if isinstance(error.__cause__, gym.error.Error):
+                raise error.__cause__ from None
+            raise
         try:
             yield vec_env
         except BaseException:
@@ -112,10 +121,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         # Here and not in __init__, because load(**kwargs) sets attributes without it
         if self.policy_lag not in (0, 1):
             raise ValueError(f"policy_lag must be 0 (synchronous) or 1 (collect during train()), not {self.policy_lag!r}.")
-        if self.correction not in self.corrections:
+        if not isinstance(self.correction, str) or self.correction not in self.corrections:
             raise ValueError(f"correction must be one of {sorted(self.corrections)}, not {self.correction!r}.")
         if self.inference not in ("auto", "local"):
             raise ValueError(f'inference must be "auto" or "local", not {self.inference!r}.')
+        if self.n_snapshots is None:
+            self.n_snapshots = min(DEFAULT_SNAPSHOTS, self.n_steps)
         if isinstance(self.n_snapshots, bool) or not isinstance(self.n_snapshots, (int, np.integer)) or self.n_snapshots < 1:
             raise ValueError(f"n_snapshots must be a positive integer, not {self.n_snapshots!r}.")
         if self.n_snapshots > self.n_steps:
@@ -124,6 +135,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 f"pass n_snapshots={self.n_steps} or less."
             )
         self.policy_lag, self.n_snapshots = int(self.policy_lag), int(self.n_snapshots)
+        if self.env is not None and self.n_envs != self.env.num_envs:
+            raise ValueError(
+                f"n_envs={self.n_envs} does not fit the environment, which has {self.env.num_envs}: leave it out."
+            )
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_run"]
@@ -287,8 +302,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         :return: False if a callback stopped the training.
         """
         assert episode_starts is not None
-        filled = replay.fill(rollout_buffer, episode_starts)
         silent = _is_silent(callback)
+        # Callbacks may look at the buffer, and change in place what goes into it
+        filled = silent and replay.fill(rollout_buffer, episode_starts)
         variables: dict[str, Any] = {
             "self": self,
             "env": env,
@@ -298,8 +314,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         }
         for t in range(replay.n_steps):
             self.num_timesteps += env.num_envs
+            step = {} if filled else replay.variables(t)
             if not silent:
-                variables.update(replay.variables(t))
+                variables.update(step)
                 callback.update_locals(variables)
                 if not callback.on_step():
                     return False
@@ -307,14 +324,17 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             if filled:
                 rollout_buffer.pos += 1
             else:
-                replay.add_to(rollout_buffer, t, episode_starts)
+                replay.add_to(rollout_buffer, t, step, episode_starts)
             if not silent:
                 self._last_obs, self._last_episode_starts = replay.observation(t + 1), replay.dones[t]
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
         variables.update(replay.final_variables())
         callback.update_locals(variables)
-        callback.on_rollout_end()
+        with noting_changes(rollout_buffer) as changed:
+            callback.on_rollout_end()
+        assert self._run is not None
+        self._run.changed = frozenset(changed)
         return True
 
     # --- train ------------------------------------------------------------------------------------------------------
@@ -336,7 +356,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if run.lag > 0:
             assert self._last_obs is not None
             assert self._last_episode_starts is not None
-            correct_rollout(self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts)
+            correct_rollout(
+                self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts, run.changed
+            )
         delayed = run.lag > 0 and self._correction.gradient == "behaviour"
         with self._publishing(run, run.collector):
             if delayed:
@@ -348,48 +370,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
 
     @contextmanager
     def _publishing(self, run: _Run, collector: WorkerCollector) -> Iterator[None]:
-        """Publish snapshot i after floor(i G / S) of the G gradient steps of an update, the rest at its end."""
-        update, n_snapshots = self._n_trained, self.n_snapshots
+        """Publish snapshots while the block takes its gradient steps, and what is left at its end."""
         run.n_gradient_steps = self._n_gradient_steps()
-        due = [i * run.n_gradient_steps // n_snapshots for i in range(1, n_snapshots)]
-        steps = 0
-
-        def publish_due(*_: Any) -> None:
-            while collector.n_unpublished and due[n_snapshots - 1 - collector.n_unpublished] <= steps:
-                collector.publish((update, steps))
-
-        def after_step(*_: Any) -> None:
-            nonlocal steps
-            steps += 1
-            publish_due()
-
-        publish_due()
-        handle = self.policy.optimizer.register_step_post_hook(after_step)
-        try:
+        with publish_during(self.policy.optimizer, collector, self._n_trained, run.n_gradient_steps):
             yield
-        finally:
-            handle.remove()
         self._n_trained += 1
-        collector.publish_rest((update + 1, 0))
-
-
-def learner_threads(policy: th.nn.Module, n_threads: int) -> int:
-    """How many threads torch may use for training while workers run.
-
-    An OpenMP team that needs every core stands still whenever a worker holds one of them. Small networks lose more by that
-    than they gain by the team, so for them it gets half of the cores; for large ones and convolutions all. A smaller
-    number that the user has set stays. Neither timing nor the number of workers may matter: thread counts change
-    floating-point results.
-
-    :param policy: What is trained.
-    :param n_threads: torch's present number of threads.
-    """
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    large = sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_POLICY
-    convolutional = any(isinstance(module, (th.nn.Conv1d, th.nn.Conv2d, th.nn.Conv3d)) for module in policy.modules())
-    if large or convolutional or n_threads < n_cores:
-        return n_threads
-    return max(1, n_cores // 2)
+        collector.publish_rest((self._n_trained, 0))
 
 
 def _is_silent(callback: BaseCallback) -> bool:

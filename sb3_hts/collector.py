@@ -110,7 +110,8 @@ class WorkerCollector:
     ) -> None:
         self._wrappers, base = unwrap(env)
         assert isinstance(base, HTSVecEnv)
-        self._env = base
+        self._workforce = base.workforce
+        self._placement = base.workforce.placement
         self._learner = threading.current_thread()
         keys, shapes, dtypes = obs_space_info(env.observation_space)
         observations: dict[Hashable, ArraySpec] = {key: ArraySpec(tuple(shapes[key]), np.dtype(dtypes[key])) for key in keys}
@@ -133,11 +134,11 @@ class WorkerCollector:
             sde_sample_freq=sde_sample_freq,
         )
         self.shared_nbytes = storage_block.nbytes + slots.block.nbytes
-        base.configure_rollouts(dumps_by_value(program), storage_block, slots.block)
+        self._workforce.configure_rollouts(dumps_by_value(program), storage_block, slots.block)
         for block in (storage_block, slots.block):
             block.release_descriptor()
         self._half = 0
-        self._n_snapshots = self._n_published = 0
+        self.n_snapshots = self._n_published = 0
         self._launched_at = 0.0
         self._version: Version = (0, 0)
         self.in_flight = False
@@ -145,7 +146,7 @@ class WorkerCollector:
     @property
     def n_unpublished(self) -> int:
         """Snapshots that the rollout in flight still waits for."""
-        return self._n_snapshots - self._n_published if self.in_flight else 0
+        return self.n_snapshots - self._n_published if self.in_flight else 0
 
     def start(
         self,
@@ -165,30 +166,30 @@ class WorkerCollector:
         half = self._storage.halves[self._half]
         for key, array in half.observations.items():
             array[0] = observations if key is None else observations[key]  # type: ignore[call-overload, index]
-        self._n_snapshots, self._n_published, self._version = n_snapshots, 1, version
+        self.n_snapshots, self._n_published, self._version = n_snapshots, 1, version
         self._publisher.write(0, version)
         states = [get_state(wrapper) for wrapper in self._wrappers]
 
-        def request(serial: int, groups: range) -> Collect:
+        def request(serial: int, worker: int) -> Collect:
             return Collect(
                 rollout=serial,
                 half=self._half,
                 first_step=first_step,
                 n_snapshots=n_snapshots,
-                wrapper_states=tuple(self._states_of(states, group) for group in groups),
+                wrapper_states=tuple(self._states_of(states, group) for group in self._placement.groups_of(worker)),
             )
 
         self._launched_at = time.monotonic()
         # Together or not at all: a launch that nobody knows of would never be cancelled
         with shielded:
-            self._env.start_rollout(request, self)
+            self._workforce.start_rollout(request, self)
             self.in_flight = True
 
     def publish(self, version: Version) -> None:
         """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""
         self._version = version
         self._publisher.write(self._n_published, version)
-        self._env.announce_snapshot(self._n_published)
+        self._workforce.announce_snapshot(self._n_published)
         self._n_published += 1
 
     def publish_rest(self, version: Version) -> None:
@@ -202,19 +203,16 @@ class WorkerCollector:
         :raises WorkerError: If a worker failed.
         """
         started = time.monotonic()
-        replies = self._env.finish_rollout()
+        replies = self._workforce.finish_rollout()
         rollout = self._assemble(replies, time.monotonic() - started)
         self.in_flight = False
         return rollout
 
     def _assemble(self, replies: list[Collected], wait_time: float) -> Rollout:
-        infos: dict[tuple[int, int], bytes] = {}
-        for worker, reply in enumerate(replies):
-            first = self._env.groups_of(worker).start * self._env.envs_per_group
-            infos.update(((t, first + row), info) for (t, row), info in reply.infos.items())
+        infos = [item for reply in replies for item in reply.infos.items()]
         return Rollout(
             half=self._storage.halves[self._half],
-            infos=infos,
+            infos=dict(infos),
             steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
             collect_time=max(reply.finished_at for reply in replies) - self._launched_at,
             wait_time=wait_time,
@@ -228,8 +226,8 @@ class WorkerCollector:
         """
         if not self.in_flight:
             return None
-        self._n_published = self._n_snapshots  # nobody waits for snapshots any more
-        self._env.cancel_rollout()
+        self._n_published = self.n_snapshots  # nobody waits for snapshots any more
+        self._workforce.cancel_rollout()
         return self.wait()
 
     def last_dones(self, rollout: Rollout, before: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -240,14 +238,14 @@ class WorkerCollector:
         dones = before.copy()
         for group, steps in enumerate(rollout.steps_done):
             if steps:
-                columns = self._columns(group)
+                columns = self._placement.columns_of(group)
                 dones[columns] = rollout.half.dones[steps - 1, columns]
         return dones
 
     def release(self) -> None:
         """Give the memory back. The environments stay as they are; after a failure they are gone already."""
         with suppress(HTSError):
-            self._env.release_rollouts()
+            self._workforce.release_rollouts()
 
     def before_waiting(self) -> None:
         """Publish what the workers still need: if the learner's thread is the one that waits, nobody else will."""
@@ -257,16 +255,12 @@ class WorkerCollector:
     def after_gathering(self, replies: Sequence[Collected]) -> None:
         """Bring the state of the main process's wrappers up to date."""
         for worker, reply in enumerate(replies):
-            for group, states in zip(self._env.groups_of(worker), reply.wrapper_states, strict=True):
+            for group, states in zip(self._placement.groups_of(worker), reply.wrapper_states, strict=True):
                 for wrapper, state in zip(self._wrappers, states, strict=True):
-                    set_state(wrapper, state, self._columns(group))
-
-    def _columns(self, group: int) -> slice:
-        size = self._env.envs_per_group
-        return slice(group * size, (group + 1) * size)
+                    set_state(wrapper, state, self._placement.columns_of(group))
 
     def _states_of(self, states: list[Any], group: int) -> tuple[Any, ...]:
-        return tuple([array[self._columns(group)] for array in state] for state in states)
+        return tuple([array[self._placement.columns_of(group)] for array in state] for state in states)
 
 
 def load_infos(rollout: Rollout, n_steps: int, n_envs: int) -> list[list[dict[str, Any]]]:

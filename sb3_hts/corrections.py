@@ -7,7 +7,7 @@ it; none replaces it. They do nothing when the data are on-policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 Source = Literal["behaviour", "target"]
@@ -71,18 +71,20 @@ def correct_rollout(
     buffer: RolloutBuffer,
     last_observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
     last_dones: npt.NDArray[np.bool_],
+    changed: Collection[str] = (),
 ) -> None:
     """Change a filled buffer, not yet read by ``train()``, as the correction says.
 
     :param last_observations: What came after the rollout's last step, ``(n_envs, ...)``.
     :param last_dones: Whether the last step ended the episode, ``(n_envs,)``.
+    :param changed: Result of :func:`noting_changes`; what a callback has put there stays.
     """
     if not correction.needs_evaluation:
         return
     policy.set_training_mode(False)
     values, log_probs = evaluate(policy, buffer)
     weights = np.exp(log_probs - buffer.log_probs)
-    if correction.critic == "target":
+    if correction.critic == "target" and not {"values", "advantages", "returns"} & set(changed):
         buffer.values = values
         with th.no_grad():
             last_values = policy.predict_values(_to_tensor(policy, last_observations))
@@ -90,8 +92,39 @@ def correct_rollout(
     if correction.max_weight is not None:
         advantages = buffer.advantages - buffer.advantages.mean() if correction.centre else buffer.advantages
         buffer.advantages = advantages * np.minimum(weights, np.float32(correction.max_weight))
-    if correction.anchor == "target":
+    if correction.anchor == "target" and "log_probs" not in changed:
         buffer.log_probs = log_probs
+
+
+CORRECTED = ("values", "advantages", "returns", "log_probs")
+"""Arrays of the buffer that :func:`correct_rollout` overwrites."""
+
+
+@contextmanager
+def noting_changes(buffer: RolloutBuffer) -> Iterator[set[str]]:
+    """Find out which of :data:`CORRECTED` the block changes; the set is complete at its end."""
+    changed: set[str] = set()
+    before = {name: getattr(buffer, name).copy() for name in CORRECTED}
+    yield changed
+    if buffer.generator_ready and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
+        _unflatten(buffer)
+    changed |= {name for name, array in before.items() if not np.array_equal(array, getattr(buffer, name), equal_nan=True)}
+
+
+def _unflatten(buffer: RolloutBuffer) -> None:
+    """Undo what the first ``buffer.get()`` did to the arrays; the next one does it again."""
+    n_steps, n_envs = buffer.rewards.shape
+
+    def by_step(array: Any) -> Any:
+        if isinstance(array, dict):
+            return {key: by_step(part) for key, part in array.items()}
+        return np.ascontiguousarray(array.reshape(n_envs, n_steps, *array.shape[1:]).swapaxes(0, 1))
+
+    buffer.observations = by_step(buffer.observations)
+    buffer.actions = by_step(buffer.actions)
+    for name in CORRECTED:
+        setattr(buffer, name, by_step(getattr(buffer, name)).reshape(n_steps, n_envs))
+    buffer.generator_ready = False
 
 
 @th.no_grad()

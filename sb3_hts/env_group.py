@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import gymnasium as gym
@@ -15,9 +16,11 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
 from sb3_hts.protocol import Activity
+from sb3_hts.serialization import dumps
 
 EnvFn = Callable[[], gym.Env[Any, Any]]
 Report = Callable[[Activity, int], None]
@@ -28,32 +31,61 @@ def is_plain(info: dict[str, Any]) -> bool:
     return len(info) == 1 and info.get("TimeLimit.truncated") is False
 
 
+def dump_infos(infos: Sequence[dict[str, Any]], first_index: int, report: Report) -> dict[int, bytes]:
+    """Serialise the infos that say something, by environment index.
+
+    :param first_index: Index of the first environment.
+    :param report: Told which environment's info cannot be serialised.
+    """
+    return {
+        first_index + row: _dump_info(info, first_index + row, report) for row, info in enumerate(infos) if not is_plain(info)
+    }
+
+
+def _dump_info(info: dict[str, Any], env_index: int, report: Report) -> bytes:
+    try:
+        return dumps(info)
+    except Exception:
+        report(Activity.REPORTING, env_index)
+        raise
+
+
+def construct(env_fns: Sequence[EnvFn], first_index: int, report: Report) -> list[gym.Env[Any, Any]]:
+    """Make the environments of one group, as ``DummyVecEnv`` does.
+
+    :param first_index: Index of the first one, over all groups.
+    :param report: Called with ``(activity, environment index)`` before an environment is touched.
+    """
+    seed_global_generators(secrets.randbits(32))
+    envs = []
+    for row, env_fn in enumerate(env_fns):
+        report(Activity.CONSTRUCTING, first_index + row)
+        envs.append(_patch_env(env_fn()))
+    return envs
+
+
 class EnvGroup(DummyVecEnv):
     """SB3's ``DummyVecEnv`` for one group, with three differences.
 
     It says which environment it is about to touch, for error messages. What ``step()`` and ``reset()`` return is its own
     buffers, valid until the next call: the worker copies them on at once. And the terminal observation and info are
-    copied *before* the reset, because some environments return the same array and the same dict for ever.
+    copied *before* the reset, because some environments return the same array and the same dict for ever; reset infos are
+    serialised at once for the same reason.
 
-    :param env_fns: Functions that make the environments.
+    :param envs: Result of :func:`construct`.
     :param first_index: Index of the first one, over all groups.
-    :param report: Called with ``(activity, environment index)`` before an environment is touched.
+    :param report: As of :func:`construct`.
     """
 
-    def __init__(self, env_fns: Sequence[EnvFn], first_index: int, report: Report) -> None:
+    def __init__(self, envs: Sequence[gym.Env[Any, Any]], first_index: int, report: Report) -> None:
         self.first_index = first_index
         self._report = report
-        self.seed_global_generators(secrets.randbits(32))
         with warnings.catch_warnings():
             # The main process warns of it, once instead of once per worker
             warnings.filterwarnings("ignore", message="The `render_mode` attribute is not defined")
-            super().__init__([partial(self._construct, row, env_fn) for row, env_fn in enumerate(env_fns)])
-        self.columns = slice(first_index, first_index + len(env_fns))
-        self.any_reset = False
-
-    def _construct(self, row: int, env_fn: EnvFn) -> gym.Env[Any, Any]:
-        self._report(Activity.CONSTRUCTING, self.first_index + row)
-        return env_fn()
+            super().__init__([partial(itemgetter(row), envs) for row in range(len(envs))])
+        self.columns = slice(first_index, first_index + len(envs))
+        self._new_reset_infos: dict[int, bytes] = {}
 
     def step_wait(self) -> VecEnvStepReturn:
         for row, env in enumerate(self.envs):
@@ -67,22 +99,32 @@ class EnvGroup(DummyVecEnv):
                 info = deepcopy(info)
                 self._report(Activity.RESETTING, self.first_index + row)
                 obs, self.reset_infos[row] = env.reset()
-                self.any_reset = True
+                self._note_reset(row)
             self.buf_infos[row] = info
             self._save_obs(row, obs)
         return self._observations(), self.buf_rews, self.buf_dones, self.buf_infos
 
     def reset(self) -> VecEnvObs:
         if self._seeds[0] is not None:
-            self.seed_global_generators(self._seeds[0])
+            seed_global_generators(self._seeds[0])
         for row, env in enumerate(self.envs):
             self._report(Activity.RESETTING, self.first_index + row)
             options = {"options": self._options[row]} if self._options[row] else {}
             obs, self.reset_infos[row] = env.reset(seed=self._seeds[row], **options)
+            self._note_reset(row)
             self._save_obs(row, obs)
         self._reset_seeds()
         self._reset_options()
         return self._observations()
+
+    def _note_reset(self, row: int) -> None:
+        index = self.first_index + row
+        self._new_reset_infos[index] = _dump_info(self.reset_infos[row], index, self._report)
+
+    def take_reset_infos(self) -> dict[int, bytes]:
+        """The reset infos since the last call, serialised, by environment index."""
+        infos, self._new_reset_infos = self._new_reset_infos, {}
+        return infos
 
     def prepare_reset(self, seeds: Sequence[int | None], options: Sequence[dict[str, Any]]) -> None:
         """Set what the next :meth:`reset` passes to each environment."""
@@ -92,22 +134,22 @@ class EnvGroup(DummyVecEnv):
     def _observations(self) -> VecEnvObs:
         return dict_to_obs(self.observation_space, self.buf_obs)
 
-    @staticmethod
-    def seed_global_generators(seed: int) -> None:
-        """Seed the process-wide generators, for environments that draw from those."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        th.default_generator.manual_seed(seed)
+
+def seed_global_generators(seed: int) -> None:
+    """Seed the process-wide generators, for environments that draw from those.
+
+    :param seed: Of any size, as Gymnasium's seeds.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    th.default_generator.manual_seed(seed % 2**63)
 
 
 class GlobalGenerators:
-    """Python's and NumPy's process-wide generators, one state per group, where a worker hosts several groups.
-
-    torch's needs no copy: it is seeded before every forward, see :mod:`sb3_hts.seeding`.
-    """
+    """Python's, NumPy's and torch's process-wide generators, one state per group, where a worker hosts several groups."""
 
     def __init__(self) -> None:
-        self._states: dict[int, tuple[Any, Any]] = {}
+        self._states: dict[int, tuple[Any, Any, th.Tensor]] = {}
         self._current: int | None = None
 
     def enter(self, group: int) -> None:
@@ -115,9 +157,10 @@ class GlobalGenerators:
         if group == self._current:
             return
         if self._current is not None:
-            self._states[self._current] = (random.getstate(), np.random.get_state())
+            self._states[self._current] = (random.getstate(), np.random.get_state(), th.default_generator.get_state())
         if group in self._states:
-            python_state, numpy_state = self._states[group]
+            python_state, numpy_state, torch_state = self._states[group]
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+            th.default_generator.set_state(torch_state)
         self._current = group

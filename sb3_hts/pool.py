@@ -1,11 +1,10 @@
 """A fixed set of worker processes, one pipe each. Knows nothing of environments or policies.
 
-Requests go out to all workers, then replies are taken in worker order. Whoever waits for a reply watches the process as
-well as the pipe, so a worker that ends without a word is noticed at once; with a deadline also one that makes no
-progress. Any failure shuts the whole pool down before it is reported: a pool is either whole or gone.
+Requests go out to some workers, then their replies are awaited together and taken in worker order. Whoever waits watches all
+pipes and all processes at once, so that the first failure is noticed whatever the other workers do; with a time limit also
+a worker that makes no progress. Any failure shuts the whole pool down before it is reported: a pool is either whole or gone.
 
-Each worker has three numbers in shared memory (:class:`WorkerStatus`), which say what it was doing even when it can no
-longer be asked.
+What a worker was doing when it failed is in shared memory (:mod:`sb3_hts.worker_status`), so it need not be asked.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import pickle
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, process, util
 from multiprocessing.connection import Connection
@@ -25,52 +25,10 @@ from sb3_hts.processes import ForkServerLease, make_process
 from sb3_hts.protocol import Activity, Close, Failed
 from sb3_hts.serialization import loads
 from sb3_hts.shared_arrays import SharedBlock
+from sb3_hts.worker_status import ProgressWatch, WorkerStatus
 
 CLOSE_TIMEOUT = 5.0
 """Seconds that environments get to close in before their worker is killed."""
-
-
-class WorkerStatus:
-    """What each worker is doing: ``(activity, environment index or -1, progress)``, written by that worker alone.
-
-    ``cancelled`` is the one word that the main process writes: the serial number of the latest cancelled rollout.
-    """
-
-    def __init__(self, n_workers: int, block: SharedBlock | None = None) -> None:
-        self.n_workers = n_workers
-        self.block = SharedBlock((3 * n_workers + 1) * 8) if block is None else block
-        if block is not None:
-            block.release_descriptor()
-        # A memoryview, since reading and writing single items is several times faster than with an array
-        self._words = self.block.bytes.data.cast("q")
-        if block is None:
-            self._words[3 * n_workers] = -1
-            for worker in range(n_workers):
-                self.set(worker, Activity.STARTING, -1)
-                self._words[3 * worker + 2] = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerStatus, (self.n_workers, self.block)
-
-    @property
-    def cancelled(self) -> int:
-        return self._words[3 * self.n_workers]
-
-    @cancelled.setter
-    def cancelled(self, rollout: int) -> None:
-        self._words[3 * self.n_workers] = rollout
-
-    def set(self, worker: int, activity: Activity, env_index: int = -1) -> None:
-        self._words[3 * worker] = activity
-        self._words[3 * worker + 1] = env_index
-
-    def advance(self, worker: int) -> None:
-        """Count one unit of progress."""
-        self._words[3 * worker + 2] += 1
-
-    def read(self, worker: int) -> tuple[Activity, int | None, int]:
-        activity, env_index, progress = self._words[3 * worker : 3 * worker + 3]
-        return Activity(activity), None if env_index < 0 else env_index, progress
 
 
 class WorkerPool:
@@ -79,7 +37,7 @@ class WorkerPool:
     :param start_method: A resolved start method.
     :param target: Runs in each child as ``target(worker, connection, status, *args)``.
     :param args_per_worker: Further arguments, one tuple per worker.
-    :param timeout: Seconds without progress after which a worker counts as hung; ``None``: never.
+    :param timeout: Seconds without progress after which a worker that is waited for counts as hung; ``None``: never.
     """
 
     def __init__(
@@ -94,9 +52,9 @@ class WorkerPool:
         self.status = WorkerStatus(self.n_workers)
         # Each worker begins with a reply: whether it could set itself up
         self._pending = [1] * self.n_workers
+        self._arrived: list[deque[Any]] = [deque() for _ in range(self.n_workers)]
         self._connections: list[Connection] = []
         self._processes: list[process.BaseProcess] = []
-        self._polls: list[select.poll] = []
         self._lease = ForkServerLease() if start_method == "forkserver" else None
         self._finalizer = util.Finalize(self, _shut_down, (self._processes, self._connections, self._lease), exitpriority=10)
         try:
@@ -124,10 +82,6 @@ class WorkerPool:
         finally:
             theirs.close()
         self._processes.append(child)
-        poll = select.poll()
-        poll.register(ours.fileno(), select.POLLIN)
-        poll.register(child.sentinel, select.POLLIN)
-        self._polls.append(poll)
 
     @property
     def pids(self) -> list[int]:
@@ -154,76 +108,88 @@ class WorkerPool:
                 # The worker is gone; why is in its last message or its exit code, and whoever awaits the reply will say
                 pass
 
-    def receive(self, worker: int) -> Any:
-        """Wait for the next reply of a worker and take it.
+    def receive(self, workers: Sequence[int], *, tolerate_failures: bool = False) -> list[Any]:
+        """Wait for the next reply of each of the workers, and take them; arguments and errors as of :meth:`wait`.
 
-        :raises WorkerError: If the worker failed; the pool is shut down then.
+        :return: The replies, in the order of ``workers``.
         """
-        self.wait(worker)
+        self.wait(workers, tolerate_failures=tolerate_failures)
         with shielded:
-            return self.take(worker)
+            return self.take(workers)
 
-    def wait(self, worker: int) -> None:
-        """Return once a reply of the worker can be taken.
+    def wait(self, workers: Sequence[int], *, timeout: float | None = None, tolerate_failures: bool = False) -> None:
+        """Return once the next reply of each of the workers has arrived. Can be interrupted and called again.
 
-        :raises WorkerError: See :meth:`receive`.
+        :param timeout: Seconds without progress to allow where the pool itself has no limit.
+        :param tolerate_failures: Treat :class:`~sb3_hts.protocol.Failed` as any other reply.
+        :raises WorkerError: As soon as one of the workers has failed; the pool is shut down then.
         """
         try:
-            self._wait(worker)
+            self._wait(workers, timeout if self.timeout is None else self.timeout, tolerate_failures)
         except WorkerError:
             self.kill()
             raise
 
-    def take(self, worker: int) -> Any:
-        """Read a reply that has arrived; to be called under the shield, so that it is either read and kept or neither.
-
-        :raises WorkerError: See :meth:`receive`.
-        """
-        try:
-            reply = pickle.loads(self._connections[worker].recv_bytes())
-        except (EOFError, ConnectionResetError):
-            died = self._died(worker)
-            self.kill()
-            raise died from None
-        self._pending[worker] -= 1
-        return reply
+    def take(self, workers: Sequence[int]) -> list[Any]:
+        """The replies that have arrived; to be called under the shield, so that they are either taken and kept or neither."""
+        return [self._arrived[worker].popleft() for worker in workers]
 
     def discard_pending(self) -> None:
         """Take and drop the replies that nobody waits for any more."""
         for worker in range(self.n_workers):
-            while self._pending[worker]:
-                self.receive(worker)
+            while self._pending[worker] or self._arrived[worker]:
+                self.receive([worker])
 
-    def raise_failure(self, worker: int, failed: Failed) -> None:
-        """Shut down and raise what a worker reported as its end.
+    def _wait(self, workers: Sequence[int], limit: float | None, tolerate_failures: bool) -> None:
+        missing = []
+        poll = select.poll()
+        for worker in workers:
+            if self._arrived[worker]:
+                self._check(worker, tolerate_failures)
+                continue
+            missing.append(worker)
+            poll.register(self._connections[worker].fileno(), select.POLLIN)
+            poll.register(self._processes[worker].sentinel, select.POLLIN)
+        watch = ProgressWatch(self.status, missing, limit)
+        while missing:
+            ready = {descriptor for descriptor, _ in poll.poll(watch.poll_timeout())}
+            for worker in [worker for worker in missing if self._has_news(worker, ready)]:
+                self._read(worker)
+                self._check(worker, tolerate_failures)
+                missing.remove(worker)
+                poll.unregister(self._connections[worker].fileno())
+                poll.unregister(self._processes[worker].sentinel)
+            hung = watch.first_hung(missing)
+            if hung is not None:
+                raise self._hung(hung, limit)
 
-        :raises WorkerRaised: Always.
+    def _has_news(self, worker: int, ready: set[int]) -> bool:
+        """Whether a reply can be read.
+
+        :raises WorkerDied: If the process has ended without one.
         """
-        subject = _name(worker, failed.env_index)
-        message = f"{subject} failed {failed.activity}: {failed.summary}\n\n{failed.traceback}"
-        self.kill()
-        raise WorkerRaised(message, worker, failed.env_index) from original_exception(failed)
+        connection = self._connections[worker]
+        if connection.fileno() in ready:
+            return True
+        if self._processes[worker].sentinel not in ready:
+            return False
+        if connection.poll(0):  # it may have arrived just before the end
+            return True
+        raise self._died(worker)
 
-    def _wait(self, worker: int) -> None:
-        """Return once a reply can be read."""
-        connection, poll = self._connections[worker], self._polls[worker]
-        progress, deadline = self.status.read(worker)[2], None
-        if self.timeout is not None:
-            deadline = time.monotonic() + self.timeout
-        while True:
-            ready = poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000 + 1)
-            if any(fd == connection.fileno() for fd, _ in ready):
-                return
-            if ready:
-                # The process has ended; a reply may still have arrived just before
-                if connection.poll(0):
-                    return
-                raise self._died(worker)
-            if deadline is not None and time.monotonic() >= deadline:
-                latest = self.status.read(worker)[2]
-                if latest == progress:
-                    raise self._hung(worker)
-                progress, deadline = latest, time.monotonic() + (self.timeout or 0.0)
+    def _read(self, worker: int) -> None:
+        with shielded:
+            try:
+                reply = pickle.loads(self._connections[worker].recv_bytes())
+            except (EOFError, ConnectionResetError):
+                raise self._died(worker) from None
+            self._pending[worker] -= 1
+            self._arrived[worker].append(reply)
+
+    def _check(self, worker: int, tolerate_failures: bool) -> None:
+        reply = self._arrived[worker][0]
+        if isinstance(reply, Failed) and not tolerate_failures:
+            raise worker_raised(worker, reply) from original_exception(reply)
 
     def _died(self, worker: int) -> WorkerDied:
         child = self._processes[worker]
@@ -232,10 +198,10 @@ class WorkerPool:
         message = f"{subject}: its process {describe_exit(child.exitcode)} while {activity}."
         return WorkerDied(message, worker, env_index, child.exitcode)
 
-    def _hung(self, worker: int) -> WorkerTimeout:
+    def _hung(self, worker: int, limit: float | None) -> WorkerTimeout:
         subject, env_index, activity = self._whereabouts(worker)
-        message = f"{subject}: no progress for {self.timeout} s (step_timeout) while {activity}."
-        return WorkerTimeout(message, worker, env_index)
+        reason = "step_timeout" if self.timeout is not None else "after the rollout was cancelled"
+        return WorkerTimeout(f"{subject}: no progress for {limit} s ({reason}) while {activity}.", worker, env_index)
 
     def _whereabouts(self, worker: int) -> tuple[str, int | None, Activity]:
         activity, env_index, _ = self.status.read(worker)
@@ -261,6 +227,13 @@ class WorkerPool:
 
 def _name(worker: int, env_index: int | None) -> str:
     return f"Worker {worker}" if env_index is None else f"Environment {env_index} (of worker {worker})"
+
+
+def worker_raised(worker: int, failed: Failed) -> WorkerRaised:
+    """The error that says what a worker reported."""
+    subject = _name(worker, failed.env_index)
+    message = f"{subject} failed {failed.activity}: {failed.summary}\n\n{failed.traceback}"
+    return WorkerRaised(message, worker, failed.env_index)
 
 
 def original_exception(failed: Failed) -> BaseException:

@@ -28,7 +28,8 @@ class HTSPPO(HTSOnPolicyAlgorithm, PPO):
     :param policy_lag: 1: collect during the update. 0: collect, then train, as SB3 does; the data are then exactly
         on-policy.
     :param n_snapshots: How many times the behaviour policy of a rollout is refreshed from the update under way: step t
-        acts with the parameters after floor(t S / n_steps) / S of the gradient steps. 1 is the paper's schedule.
+        acts with the parameters after floor(t S / n_steps) / S of the gradient steps. 1 is the paper's schedule. By default
+        4, or ``n_steps`` if that is less.
     :param correction: ``"proximal"``: before the first epoch, log-probabilities, values and advantages are computed anew
         under the policy that is about to be updated, so that ratio and clip refer to it. ``"behaviour"``: as collected.
         ``"decoupled"``: as proximal, with the centred advantages weighted by min(pi_target / pi_behaviour, 2).
@@ -69,12 +70,12 @@ class HTSPPO(HTSOnPolicyAlgorithm, PPO):
         *,
         n_envs: int | None = None,
         policy_lag: int = 1,
-        n_snapshots: int = 4,
+        n_snapshots: int | None = None,
         correction: str = "proximal",
         inference: str = "auto",
     ) -> None:
         self.policy_lag = policy_lag
-        self.n_snapshots = n_snapshots
+        self.n_snapshots = n_snapshots  # type: ignore[assignment] # _setup_model() puts a number in the place of None
         self.correction = correction
         self.inference = inference
         with self._own_env(env, n_envs) as vec_env:

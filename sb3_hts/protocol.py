@@ -38,6 +38,8 @@ class Activity(IntEnum):
     ACTING = 5
     CALLING = 6
     CLOSING = 7
+    AWAITING_SNAPSHOT = 8
+    REPORTING = 9
 
     def __str__(self) -> str:
         return _ACTIVITY_WORDS[self]
@@ -52,6 +54,8 @@ _ACTIVITY_WORDS = {
     Activity.ACTING: "computing actions",
     Activity.CALLING: "answering a call",
     Activity.CLOSING: "closing",
+    Activity.AWAITING_SNAPSHOT: "waiting for the learner",
+    Activity.REPORTING: "serialising its info dict",
 }
 
 
@@ -60,7 +64,7 @@ _ACTIVITY_WORDS = {
 
 @dataclass(frozen=True)
 class AttachLockstep:
-    """Use the arrays for lockstep stepping; their file descriptor follows."""
+    """Form the groups, and use the arrays for lockstep stepping; their file descriptor follows."""
 
     nbytes: int
 
@@ -75,7 +79,12 @@ class Reset:
 
 @dataclass(frozen=True)
 class Step:
-    """Step all environments of the worker with the actions in shared memory."""
+    """Step all environments of the worker.
+
+    :param actions: Serialised list of their actions; ``None``: they are in shared memory.
+    """
+
+    actions: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -189,12 +198,12 @@ class Done:
 class Stepped:
     """Result of :class:`Step`; observations, rewards and dones are in shared memory.
 
-    ``infos`` holds the serialised info dicts of the environments whose info is not the plain one; ``reset_infos`` is
-    ``None`` when no environment was reset.
+    :param infos: Environment index to serialised info dict, for infos that are not the plain one.
+    :param reset_infos: Environment index to serialised reset info, for environments that were reset.
     """
 
     infos: Mapping[int, bytes]
-    reset_infos: bytes | None
+    reset_infos: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -203,8 +212,8 @@ class Collected:
 
     :param steps_done: Per group of this worker; fewer than ``n_steps`` after a cancellation. The last row of the
         observations holds the latest ones even then.
-    :param infos: ``(t, row)`` to serialised info dict, for infos that are not the plain one.
-    :param reset_infos: Serialised list: the latest reset info of each environment of the worker.
+    :param infos: ``(t, environment index)`` to serialised info dict, for infos that are not the plain one.
+    :param reset_infos: Environment index to serialised reset info, for environments that were reset.
     :param wrapper_states: As in :class:`Collect`, after the last step.
     :param finished_at: ``time.monotonic()`` when the last step was done.
     :param busy_time: Seconds spent in environments and the policy (not waiting for snapshots).
@@ -212,7 +221,7 @@ class Collected:
 
     steps_done: tuple[int, ...]
     infos: Mapping[tuple[int, int], bytes]
-    reset_infos: bytes
+    reset_infos: Mapping[int, bytes]
     wrapper_states: tuple[tuple[Any, ...], ...]
     finished_at: float
     busy_time: float

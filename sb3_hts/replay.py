@@ -46,18 +46,25 @@ class Replay:
         self.log_probs = half.log_probs.copy()
         self.last_values = half.last_values.copy()
         self.infos = load_infos(rollout, self.n_steps, self.n_envs)
-        self.bootstrapped_rewards = self._bootstrap(rollout, gamma)
+        self._bonuses = self._find_bonuses(rollout, gamma)
         self._device = policy.device
         self._discrete = isinstance(action_space, spaces.Discrete)
 
-    def _bootstrap(self, rollout: Rollout, gamma: float) -> npt.NDArray[np.float32]:
-        """Rewards plus the discounted value of the terminal observation where a time limit ended the episode (SB3 #633)."""
-        rewards = self.rewards.copy()
+    def _find_bonuses(self, rollout: Rollout, gamma: float) -> dict[int, dict[int, np.float32]]:
+        """By step and environment: the discounted value of the terminal observation where a time limit ended the episode,
+        which SB3 adds to the reward (its issue 633)."""
+        bonuses: dict[int, dict[int, np.float32]] = {}
         for t, i in rollout.infos:
             info = self.infos[t][i]
             truncated = info.get("TimeLimit.truncated", False) and info.get("terminal_observation") is not None
             if self.dones[t, i] and truncated:
-                rewards[t, i] += np.float32(gamma) * rollout.half.terminal_values[t, i]
+                bonuses.setdefault(t, {})[i] = np.float32(gamma) * rollout.half.terminal_values[t, i]
+        return bonuses
+
+    def _with_bonus(self, rewards: Array, t: int) -> Array:
+        rewards = rewards.copy()
+        for i, bonus in self._bonuses.get(t, {}).items():
+            rewards[i] += bonus
         return rewards
 
     def observation(self, t: int) -> Observation:
@@ -77,7 +84,7 @@ class Replay:
             "actions": self.actions[t],
             "clipped_actions": self.clipped_actions[t],
             "values": self.value_tensor(t),
-            "log_probs": self._log_prob_tensor(t),
+            "log_probs": th.from_numpy(self.log_probs[t]).to(self._device),
             "new_obs": self.observation(t + 1),
             "rewards": self.rewards[t],
             "dones": self.dones[t],
@@ -89,19 +96,19 @@ class Replay:
         return {
             "n_steps": self.n_steps,
             "actions": self._stored_actions(-1),
-            "rewards": self.bootstrapped_rewards[-1],
+            "rewards": self._with_bonus(self.rewards[-1], self.n_steps - 1),
             "values": self.value_tensor(self.n_steps),
         }
 
-    def add_to(self, buffer: RolloutBuffer, t: int, first_episode_starts: npt.NDArray[np.bool_]) -> None:
-        """Give step ``t`` to a buffer by its ``add()``."""
+    def add_to(self, buffer: RolloutBuffer, t: int, step: dict[str, Any], first_episode_starts: npt.NDArray[np.bool_]) -> None:
+        """Give step ``t`` to a buffer by its ``add()``.
+
+        :param step: Its :meth:`variables`, as callbacks left them.
+        """
         obs: Any = self.observation(t)
         starts = self.dones[t - 1] if t else first_episode_starts
-        rewards = self.bootstrapped_rewards[t]
-        buffer.add(obs, self._stored_actions(t), rewards, starts, self.value_tensor(t), self._log_prob_tensor(t))
-
-    def _log_prob_tensor(self, t: int) -> th.Tensor:
-        return th.from_numpy(self.log_probs[t]).to(self._device)
+        rewards = self._with_bonus(step["rewards"], t)
+        buffer.add(obs, self._stored_actions(t), rewards, starts, step["values"], step["log_probs"])
 
     def _stored_actions(self, t: int) -> Array:
         """Actions in the shape that SB3 passes to its buffer."""
@@ -121,7 +128,9 @@ class Replay:
         }
         buffer.observations = as_observation(stored)  # type: ignore[assignment]
         buffer.actions[...] = self.actions.reshape(buffer.actions.shape)
-        buffer.rewards[...] = self.bootstrapped_rewards
+        buffer.rewards[...] = self.rewards
+        for t in self._bonuses:
+            buffer.rewards[t] = self._with_bonus(self.rewards[t], t)
         buffer.episode_starts[0] = first_episode_starts
         buffer.episode_starts[1:] = self.dones[:-1]
         buffer.values[...] = self.values

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from sb3_hts.acting import GroupActor, Program, Replica, to_env_actions
-from sb3_hts.env_group import EnvGroup, GlobalGenerators, is_plain
-from sb3_hts.pool import WorkerStatus
+from sb3_hts.env_group import EnvGroup, GlobalGenerators, dump_infos
 from sb3_hts.protocol import Activity, Cancel, Collect, Collected, Published
-from sb3_hts.serialization import dumps, loads
+from sb3_hts.serialization import loads
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import Half, RolloutStorage
+from sb3_hts.worker_status import WorkerStatus
 from sb3_hts.wrappers import get_state, mount, set_state
 
 
@@ -30,9 +30,6 @@ class Channel:
 
     def report(self, activity: Activity, env_index: int = -1) -> None:
         self.status.set(self.worker, activity, env_index)
-
-    def advance(self) -> None:
-        self.status.advance(self.worker)
 
     def is_cancelled(self, rollout: int) -> bool:
         return self.status.cancelled == rollout
@@ -115,7 +112,6 @@ class RolloutRunner:
         self._slots = slots
         self._replica = Replica(program, slots)
         self._members = [_Member(group, self._replica, program) for group in groups]
-        self._first_column = groups[0].columns.start
         self._channel = channel
         self._generators = generators
 
@@ -139,14 +135,17 @@ class RolloutRunner:
                 snapshot = needed
             if not self._step_all(request, half, t, snapshot, steps_done, infos):
                 break
+        reset_infos: dict[int, bytes] = {}
         for index, member in enumerate(self._members):
+            self._generators.enter(index)
             self._channel.report(Activity.ACTING, member.columns.start)
             member.finish(half, steps_done[index])
+            reset_infos.update(member.envs.take_reset_infos())
         finished = time.monotonic()
         return Collected(
             steps_done=tuple(steps_done),
             infos=infos,
-            reset_infos=b"",
+            reset_infos=reset_infos,
             wrapper_states=tuple(tuple(get_state(w) for w in member.wrappers) for member in self._members),
             finished_at=finished,
             busy_time=finished - started - waited,
@@ -156,7 +155,7 @@ class RolloutRunner:
         """Act with the given snapshot from now on; returns the seconds spent waiting for it."""
         started = time.monotonic()
         if snapshot > 0:  # the first one was published before the request
-            self._channel.report(Activity.WAITING)
+            self._channel.report(Activity.AWAITING_SNAPSHOT)
             self._channel.await_snapshot(rollout, snapshot)
         self._replica.bind(snapshot)
         return time.monotonic() - started
@@ -177,11 +176,10 @@ class RolloutRunner:
                 return False
             self._generators.enter(index)
             self._channel.report(Activity.ACTING, member.columns.start)
-            row = member.columns.start - self._first_column
-            for i, info in enumerate(member.step(half, t, request.first_step)):
-                if not is_plain(info):
-                    infos[t, row + i] = dumps(info)
+            step_infos = member.step(half, t, request.first_step)
+            infos.update(
+                ((t, i), info) for i, info in dump_infos(step_infos, member.columns.start, self._channel.report).items()
+            )
             half.versions[t, member.columns] = version
             steps_done[index] = t + 1
-            self._channel.advance()
         return True

@@ -14,7 +14,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -25,9 +24,8 @@ import torch as th
 from stable_baselines3.common.vec_env.util import obs_space_info
 
 from sb3_hts.acting import Program
-from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, is_plain
+from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, construct, dump_infos
 from sb3_hts.errors import ProtocolError
-from sb3_hts.pool import WorkerStatus
 from sb3_hts.protocol import (
     Activity,
     AttachLockstep,
@@ -58,6 +56,7 @@ from sb3_hts.serialization import dumps, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutStorage
+from sb3_hts.worker_status import WorkerStatus
 
 NICENESS = 5
 """How much lower the priority of workers is than that of the main process, as of ``os.nice``."""
@@ -66,7 +65,8 @@ NICENESS = 5
 def lockstep_specs(n_envs: int, observation_space: Any, action_space: Any) -> dict[Any, ArraySpec]:
     """Arrays that serve ``reset()`` and ``step()``: observations, actions, rewards, dones of all environments.
 
-    Each row belongs to the worker of that environment while a request is under way, and to the main process otherwise.
+    There is none for actions that are not arrays, such as those of Dict spaces. Each row belongs to the worker of that
+    environment while a request is under way, and to the main process otherwise.
     """
     keys, shapes, dtypes = obs_space_info(observation_space)
     specs: dict[Any, ArraySpec] = {
@@ -74,7 +74,8 @@ def lockstep_specs(n_envs: int, observation_space: Any, action_space: Any) -> di
     }
     specs["rewards"] = ArraySpec((n_envs,), np.dtype(np.float32))
     specs["dones"] = ArraySpec((n_envs,), np.dtype(bool))
-    specs["actions"] = ArraySpec((n_envs, *action_space.shape), np.dtype(action_space.dtype))
+    if action_space.shape is not None and action_space.dtype is not None:
+        specs["actions"] = ArraySpec((n_envs, *action_space.shape), np.dtype(action_space.dtype))
     return specs
 
 
@@ -131,6 +132,7 @@ class _Worker:
         self._status = status
         self._first_index = first_index
         self._n_envs = n_envs
+        self._envs: list[list[gym.Env[Any, Any]]] = []
         self._groups: list[EnvGroup] = []
         self._generators = GlobalGenerators()
         self._arrays: dict[Any, Array] = {}
@@ -177,22 +179,19 @@ class _Worker:
         functions: Sequence[EnvFn] = loads(env_fns)
         for first in range(0, len(functions), group_size):
             self._generators.enter(first // group_size)
-            self._groups.append(EnvGroup(functions[first : first + group_size], self._first_index + first, self._report))
-        reference = self._groups[0]
-        spaces = reference.observation_space, reference.action_space
-        envs = [env for group in self._groups for env in group.envs]
-        others = [(env.observation_space, env.action_space) for env in envs]
-        different = {self._first_index + row: other for row, other in enumerate(others) if other != spaces}
-        return Done(dumps((spaces, different, reference.metadata)))
+            envs = construct(functions[first : first + group_size], self._first_index + first, self._report)
+            self._envs.append(envs)
+        spaces = [(env.observation_space, env.action_space) for envs in self._envs for env in envs]
+        return Done(dumps((spaces, self._envs[0][0].metadata)))
 
     def _answer(self, request: Request) -> Reply:
         match request:
             case Step():
-                return self._step()
+                return self._step(request)
             case Collect():
                 if self._runner is None:
                     raise ProtocolError("Asked to collect a rollout before being told how")
-                return replace(self._runner.collect(request), reset_infos=dumps(self._reset_infos()))
+                return self._runner.collect(request)
             case Reset():
                 return self._reset(request)
             case AttachLockstep():
@@ -213,6 +212,10 @@ class _Worker:
     def _attach_lockstep(self, request: AttachLockstep) -> Reply:
         block = SharedBlock.receive(self._connection, request.nbytes)
         block.release_descriptor()
+        first_index = self._first_index
+        for envs in self._envs:
+            self._groups.append(EnvGroup(envs, first_index, self._report))
+            first_index += len(envs)
         specs = lockstep_specs(self._n_envs, self._groups[0].observation_space, self._groups[0].action_space)
         self._arrays = carve(block.bytes, specs)
         return Done()
@@ -236,30 +239,30 @@ class _Worker:
 
     def _reset(self, request: Reset) -> Reply:
         options = loads(request.options)
-        reset_infos: list[dict[str, Any]] = []
+        reset_infos: dict[int, bytes] = {}
         for group in self._each_group():
-            rows = slice(len(reset_infos), len(reset_infos) + group.num_envs)
+            rows = slice(group.columns.start - self._first_index, group.columns.stop - self._first_index)
             group.prepare_reset(request.seeds[rows], options[rows])
             group.reset()
             self._write_observations(group)
-            reset_infos += group.reset_infos
+            reset_infos.update(group.take_reset_infos())
         return Done(dumps(reset_infos))
 
-    def _step(self) -> Reply:
+    def _step(self, request: Step) -> Reply:
         infos: dict[int, bytes] = {}
-        any_reset = False
+        reset_infos: dict[int, bytes] = {}
+        objects = None if request.actions is None else loads(request.actions)
         for group in self._each_group():
             columns = group.columns
-            group.step_async(self._arrays["actions"][columns].copy())  # environments may keep their action
+            if objects is None:
+                group.step_async(self._arrays["actions"][columns].copy())  # environments may keep their action
+            else:
+                group.step_async(objects[columns.start - self._first_index : columns.stop - self._first_index])
             _, self._arrays["rewards"][columns], self._arrays["dones"][columns], group_infos = group.step_wait()
             self._write_observations(group)
-            infos.update((i + columns.start, dumps(info)) for i, info in enumerate(group_infos) if not is_plain(info))
-            any_reset |= group.any_reset
-            group.any_reset = False
-        return Stepped(infos, dumps(self._reset_infos()) if any_reset else None)
-
-    def _reset_infos(self) -> list[dict[str, Any]]:
-        return [info for group in self._groups for info in group.reset_infos]
+            infos.update(dump_infos(group_infos, columns.start, self._report))
+            reset_infos.update(group.take_reset_infos())
+        return Stepped(infos, reset_infos)
 
     def _write_observations(self, group: EnvGroup) -> None:
         for key, buffer in group.buf_obs.items():
@@ -294,10 +297,9 @@ class _Worker:
         return results
 
     def _close(self) -> None:
-        for group in self._groups:
-            for row, env in enumerate(group.envs):
-                self._report(Activity.CLOSING, group.first_index + row)
-                try:
-                    env.close()
-                except Exception:
-                    traceback.print_exc()
+        for index, env in enumerate((env for envs in self._envs for env in envs), start=self._first_index):
+            self._report(Activity.CLOSING, index)
+            try:
+                env.close()
+            except BaseException:  # whatever it is, the others want to be closed too
+                traceback.print_exc()

@@ -14,21 +14,33 @@ LAYERS = [
     ["version", "errors", "interrupts"],
     ["serialization", "protocol", "seeding"],
     ["shared_arrays"],
-    ["storage", "slots"],
+    ["storage", "slots", "worker_status", "placement"],
     ["processes"],
     ["pool"],
-    ["registration", "wrappers", "env_group", "lean_forward"],
+    ["registration", "wrappers", "env_group", "lean_forward", "threads"],
     ["acting"],
     ["rollout_runner"],
     ["worker"],
+    ["workforce"],
     ["vec_env"],
     ["collector", "corrections"],
-    ["replay"],
+    ["replay", "publishing"],
     ["algorithm"],
     ["ppo", "a2c"],
     ["__init__"],
 ]
-WITHOUT_TORCH = ["errors", "protocol", "seeding", "shared_arrays", "storage", "slots", "processes", "pool"]
+WITHOUT_TORCH = [
+    "errors",
+    "protocol",
+    "seeding",
+    "shared_arrays",
+    "storage",
+    "slots",
+    "placement",
+    "worker_status",
+    "processes",
+    "pool",
+]
 
 
 def imports_of(module: str) -> set[str]:

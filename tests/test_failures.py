@@ -117,7 +117,7 @@ def test_policy_that_fails_while_acting() -> None:
 
 def test_a_worker_killed_from_outside_during_training() -> None:
     env = HTSVecEnv([WalkEnv] * 4)
-    victim = env._pool.pids[1]
+    victim = env.workforce.pool.pids[1]
     model = HTSPPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu")
 
     def kill(*_: Any) -> bool:
@@ -239,7 +239,7 @@ def test_workers_end_with_a_killed_main_process() -> None:
         from sb3_hts import HTSA2C, HTSVecEnv
 
         env = HTSVecEnv([WalkEnv] * 3)
-        print(*env._pool.pids, flush=True)
+        print(*env.workforce.pool.pids, flush=True)
 
         def kill(*_):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -16,7 +16,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from sb3_hts import HTSVecEnv, algorithm, shared_arrays
+from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
 from sb3_hts.corrections import PPO_CORRECTIONS, correct_rollout
 from sb3_hts.lean_forward import lean_forward
@@ -272,11 +272,11 @@ def test_learner_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large, convolutional = th.nn.Linear(8, 8), th.nn.Linear(1000, 1000), th.nn.Conv2d(1, 1, 1)
     for n_cores, before, after in ((2, 2, 1), (2, 1, 1), (1, 1, 1), (16, 16, 8), (16, 4, 4), (16, 32, 8)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=n_cores: set(range(n)), raising=False)
-        assert algorithm.learner_threads(small, before) == after
-        assert algorithm.learner_threads(large, before) == before
-        assert algorithm.learner_threads(convolutional, before) == before
+        assert threads.learner_threads(small, before) == after
+        assert threads.learner_threads(large, before) == before
+        assert threads.learner_threads(convolutional, before) == before
 
 
 def test_layout_of_workers() -> None:
     with HTSVecEnv([WalkEnv] * 6, envs_per_group=2, n_workers=2) as env:
-        assert [list(env.groups_of(worker)) for worker in range(2)] == [[0, 1], [2]]
+        assert [list(env.workforce.placement.groups_of(worker)) for worker in range(2)] == [[0, 1], [2]]

@@ -214,7 +214,12 @@ def test_one_action_per_environment() -> None:
         ({"envs_per_group": 3}, "envs_per_group=3 does not divide the number of environments, 4"),
         ({"envs_per_group": True}, "envs_per_group must be a positive integer"),
         ({"start_method": "magic"}, "start_method must be one of"),
-        ({"step_timeout": -1}, "step_timeout must be a positive number"),
+        ({"step_timeout": -1}, "step_timeout must be a positive, finite number of seconds or None, not -1"),
+        ({"step_timeout": float("inf")}, "step_timeout must be a positive"),
+        ({"step_timeout": float("nan")}, "step_timeout must be a positive"),
+        ({"step_timeout": True}, "step_timeout must be a positive"),
+        ({"step_timeout": "5"}, "step_timeout must be a positive"),
+        ({"step_timeout": [5]}, "step_timeout must be a positive"),
         ({"on_worker_failure": "ignore"}, "on_worker_failure must be"),
     ],
 )

@@ -1,0 +1,256 @@
+"""All workers of one ``HTSVecEnv`` as one party: who may ask them when, and the rollouts that they collect.
+
+At any time one thing is under way (:class:`~sb3_hts.protocol.Phase`). Whoever asks for anything holds the lock and first
+waits for the end of what is under way, so callers never see an intermediate state. While a rollout is being collected only
+the notices that it waits for and its cancellation pass, without the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from sb3_hts.env_group import EnvFn
+from sb3_hts.errors import ClosedError, ProtocolError, WorkerError
+from sb3_hts.interrupts import shielded
+from sb3_hts.placement import Placement
+from sb3_hts.pool import WorkerPool
+from sb3_hts.protocol import Cancel, Collect, Collected, Configure, Done, Phase, Published, Request, Step, Stepped, Unconfigure
+from sb3_hts.registration import dump_registrations
+from sb3_hts.serialization import dumps_by_value
+from sb3_hts.shared_arrays import SharedBlock
+from sb3_hts.worker import worker_main
+
+CANCEL_TIMEOUT = 30.0
+"""Seconds without progress that a cancelled rollout may take to its next step boundary, if no ``step_timeout`` is set."""
+
+
+class RolloutOwner(Protocol):
+    """Who is told about a rollout under way."""
+
+    def before_waiting(self) -> None:
+        """Called by whoever is about to wait for the rollout's end, in its own thread."""
+
+    def after_gathering(self, replies: Sequence[Collected]) -> None:
+        """Called once all replies are there, before anything else is asked of the environments."""
+
+
+class Workforce:
+    """See the module's docstring.
+
+    :param placement: Who hosts what.
+    :param env_fns: Functions that each make one environment.
+    :param start_method: A resolved start method.
+    :param step_timeout: Seconds without progress after which a worker counts as hung; ``None``: never.
+    :param on_collected: Called with the replies when a rollout has ended, after its owner was told.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        env_fns: Sequence[EnvFn],
+        start_method: str,
+        step_timeout: float | None,
+        on_collected: Callable[[Sequence[Collected]], None],
+    ) -> None:
+        self.placement = placement
+        self._everyone = range(placement.n_workers)
+        self._on_collected = on_collected
+        # Guards every exchange with the workers; reentrant because the learner's hooks run inside of one
+        self._lock = threading.RLock()
+        self._phase = Phase.IDLE
+        self._failure: WorkerError | None = None
+        self._collected: list[Collected] = []
+        self._rollout = -1
+        self._owner: RolloutOwner | None = None
+        registrations = dump_registrations()
+        arguments = []
+        for worker in self._everyone:
+            envs = placement.envs_of(worker)
+            arguments.append(
+                (dumps_by_value(env_fns[envs]), registrations, envs.start, placement.envs_per_group, placement.n_envs)
+            )
+        self.pool = WorkerPool(start_method, worker_main, arguments, timeout=step_timeout)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Hold the lock with nothing under way.
+
+        :raises ClosedError: If the workers are gone.
+        :raises WorkerError: If one of them failed in what was under way.
+        """
+        # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
+        if self._phase is Phase.COLLECTING and self._owner is not None:
+            self._owner.before_waiting()
+        with self._lock:
+            self._become_idle()
+            yield
+
+    def ask(self, requests: dict[int, Request], *blocks: SharedBlock) -> dict[int, Any]:
+        """Send requests by worker and wait for the replies, failures among them; within :meth:`idle`.
+
+        :param blocks: Shared memory that goes with each request.
+        """
+        self._send(requests, *blocks)
+        with self._noting_failure():
+            replies = self.pool.receive(list(requests), tolerate_failures=True)
+        return dict(zip(requests, replies, strict=True))
+
+    def ask_all(self, requests: Sequence[Request], *blocks: SharedBlock) -> list[Any]:
+        """Send a request to each worker and wait for the values of all replies; within :meth:`idle`.
+
+        :raises WorkerError: If a worker failed; they are all gone then.
+        """
+        self._send(dict(enumerate(requests)), *blocks)
+        return self._receive_all(Done)
+
+    def hellos(self) -> list[Any]:
+        """What the workers say once they have constructed their environments."""
+        return self._receive_all(Done)
+
+    def _send(self, requests: dict[int, Request], *blocks: SharedBlock) -> None:
+        with shielded:
+            for worker, request in requests.items():
+                self.pool.send(worker, request, *blocks)
+
+    def _receive_all(self, reply_type: type[Any]) -> list[Any]:
+        with self._noting_failure():
+            return _checked(self.pool.receive(self._everyone), reply_type)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:
+            self._phase, self._failure = Phase.BROKEN, error
+            raise
+
+    def _become_idle(self) -> None:
+        """Make sure that nothing is under way and the workers can be asked. Called with the lock held."""
+        match self._phase:
+            case Phase.CLOSED:
+                raise ClosedError("These environments have been closed; make a new HTSVecEnv.")
+            case Phase.BROKEN:
+                raise ClosedError(f"These environments were shut down after a failure: {self._failure}") from self._failure
+            case Phase.COLLECTING:
+                self._gather()
+            case Phase.IDLE | Phase.STEPPING:
+                # An interrupt may have come between a request and its reply
+                with self._noting_failure():
+                    self.pool.discard_pending()
+                self._phase = Phase.IDLE
+
+    def close(self) -> None:
+        """Close the environments and end the workers; works in any phase and more than once."""
+        with self._lock:
+            if self._phase is Phase.COLLECTING:
+                self.cancel_rollout()
+            self._phase = Phase.CLOSED
+            self.pool.close()
+            self._forget_rollout()
+
+    # --- single steps -----------------------------------------------------------------------------------------------
+
+    def start_step(self, requests: Sequence[Step]) -> None:
+        """Let all workers step their environments once; within :meth:`idle`."""
+        with shielded:
+            self._phase = Phase.STEPPING
+            self._send(dict(enumerate(requests)))
+
+    def finish_step(self) -> list[Stepped]:
+        """Wait for the end of the step.
+
+        :raises ProtocolError: Without a step under way.
+        """
+        with self._lock:
+            if self._phase is not Phase.STEPPING:
+                self._become_idle()
+                raise ProtocolError("step_wait() was called without step_async().")
+            replies = self._receive_all(Stepped)
+            self._phase = Phase.IDLE
+            return replies
+
+    # --- rollouts ---------------------------------------------------------------------------------------------------
+
+    def configure_rollouts(self, program: bytes, storage: SharedBlock, slots: SharedBlock) -> None:
+        """Prepare the workers to collect.
+
+        :param program: A serialised :class:`~sb3_hts.acting.Program`.
+        :param storage: Memory of the rollout storage.
+        :param slots: Memory of the parameter slots.
+        """
+        with self.idle():
+            self.ask_all([Configure(program, storage.nbytes, slots.nbytes)] * self.placement.n_workers, storage, slots)
+
+    def release_rollouts(self) -> None:
+        """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""
+        with self._lock:
+            if self._phase not in (Phase.CLOSED, Phase.BROKEN):
+                self._become_idle()
+                self.ask_all([Unconfigure()] * self.placement.n_workers)
+            self._forget_rollout()
+
+    def start_rollout(self, request: Callable[[int, int], Collect], owner: RolloutOwner) -> None:
+        """Let all workers collect.
+
+        :param request: Makes a worker's request from the serial number of the rollout and the worker's index. Serial numbers
+            never repeat, since notices of an earlier rollout must not be taken for this one's.
+        :param owner: Who is told about it.
+        """
+        with self.idle():
+            serial = self._rollout + 1
+            requests: dict[int, Request] = {worker: request(serial, worker) for worker in self._everyone}
+            with shielded:
+                self._phase, self._rollout, self._collected, self._owner = Phase.COLLECTING, serial, [], owner
+                self._send(requests)
+
+    def announce_snapshot(self, snapshot: int) -> None:
+        """Tell the workers that a snapshot is in its slot. Does not wait, and needs no lock."""
+        for worker in self._everyone:
+            self.pool.notify(worker, Published(self._rollout, snapshot))
+
+    def cancel_rollout(self) -> None:
+        """Tell the workers to stop at the next step boundary. Does not wait, and needs no lock."""
+        self.pool.status.cancelled = self._rollout
+        for worker in self._everyone:
+            self.pool.notify(worker, Cancel(self._rollout))
+
+    def finish_rollout(self) -> list[Collected]:
+        """Wait for the end of the rollout that was started last.
+
+        :return: One reply per worker, in worker order.
+        :raises WorkerError: If a worker failed, even if somebody else was told before.
+        """
+        with self._lock:
+            if self._phase is Phase.BROKEN and self._failure is not None:
+                raise self._failure
+            if self._phase is not Phase.IDLE:
+                self._become_idle()
+            return self._collected
+
+    def _forget_rollout(self) -> None:
+        # The owner holds the storage
+        self._owner, self._collected = None, []
+
+    def _gather(self) -> None:
+        """Take the replies of a rollout; can be interrupted and called again."""
+        cancelled = self.pool.status.cancelled == self._rollout
+        with self._noting_failure():
+            self.pool.wait(self._everyone, timeout=CANCEL_TIMEOUT if cancelled else None)
+        with shielded:
+            self._collected = _checked(self.pool.take(self._everyone), Collected)
+            self._phase = Phase.IDLE
+            if self._owner is not None:
+                self._owner.after_gathering(self._collected)
+            self._on_collected(self._collected)
+
+
+def _checked(replies: list[Any], reply_type: type[Any]) -> list[Any]:
+    for worker, reply in enumerate(replies):
+        if not isinstance(reply, reply_type):
+            raise ProtocolError(f"Worker {worker} answered with {type(reply).__name__}, not {reply_type.__name__}")
+    return replies
