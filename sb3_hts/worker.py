@@ -212,6 +212,7 @@ class _Worker:
     def _attach_lockstep(self, request: AttachLockstep) -> Reply:
         block = SharedBlock.receive(self._connection, request.nbytes)
         block.release_descriptor()
+        self._report(Activity.CONSTRUCTING)
         first_index = self._first_index
         for envs in self._envs:
             self._groups.append(EnvGroup(envs, first_index, self._report))

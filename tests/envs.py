@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -59,6 +60,8 @@ class WalkEnv(gym.Env[Any, Any]):
         self.n_steps += 1
         self.n_since_reset += 1
         self.remaining -= 1
+        if isinstance(self.action_space, (spaces.Dict, spaces.Tuple)):
+            action = spaces.flatten(self.action_space, action)
         push = float(np.sum(np.asarray(action, dtype=np.float64)))
         self.position += self.speed * (0.3 * push - 0.25) + 0.1 * float(self.np_random.normal())
         ended = self.remaining <= 0
@@ -100,6 +103,9 @@ class WalkEnv(gym.Env[Any, Any]):
 
     def fail(self, message: str) -> None:
         raise KeyError(message)
+
+    def leave(self) -> None:
+        raise SystemExit(3)
 
 
 class ReusingEnv(WalkEnv):
@@ -169,3 +175,39 @@ class FaultyEnv(WalkEnv):
 
     def close(self) -> None:
         self._maybe_fail("close")
+
+
+class UnpicklableInfoEnv(WalkEnv):
+    """Puts what cannot leave the process into an info dict.
+
+    :param place: ``"reset"`` or ``"step"``.
+    """
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = super().reset(**kwargs)
+        return observation, {"lock": threading.Lock()} if self.place == "reset" else info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {"lock": threading.Lock()} if self.place == "step" else info
+
+
+class NotingCloseEnv(WalkEnv):
+    """Writes down that it was closed, then raises.
+
+    :param path: File to append to.
+    :param error: What to raise.
+    """
+
+    def __init__(self, path: str, error: type[BaseException]) -> None:
+        super().__init__()
+        self.path, self.error = path, error
+
+    def close(self) -> None:
+        with open(self.path, "a") as file:
+            file.write("closed\n")
+        raise self.error("no luck in close")

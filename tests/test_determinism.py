@@ -63,6 +63,19 @@ def test_environments_may_use_process_wide_generators() -> None:
     assert len(prints) == 1
 
 
+def test_process_wide_generators_outside_of_rollouts() -> None:
+    """In lockstep, after several ``learn()`` calls, and in what policies leave behind."""
+    results = []
+    for n_workers in (1, 2, 4):
+        with HTSVecEnv([GlobalEnv] * 8, envs_per_group=2, n_workers=n_workers) as env:
+            model = HTSA2C("MlpPolicy", env, seed=1, device="cpu")
+            model.learn(80)
+            model.learn(80)
+            results.append([env.step(np.ones(8, int))[0] for _ in range(10)])
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
 def test_acting_does_not_touch_the_learners_generators() -> None:
     states = []
     for n_updates in (1, 3):

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from envs import FaultyEnv, WalkEnv
+from envs import FaultyEnv, NotingCloseEnv, UnpicklableInfoEnv, WalkEnv
+from stable_baselines3 import PPO
 
 from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from sb3_hts.protocol import Activity
 
 ERRORS = {"raise": WorkerRaised, "unpicklable": WorkerRaised, "exit": WorkerDied, "sigkill": WorkerDied, "hang": WorkerTimeout}
 
@@ -50,11 +52,17 @@ def check(error: WorkerError, place: str, how: str) -> None:
             assert "no progress for 1.5 s (step_timeout)" in message
 
 
-@pytest.mark.parametrize("how", [how for how in ERRORS if how != "hang"])
+def use_in_lockstep(env: HTSVecEnv) -> None:
+    env.reset()
+    for _ in range(30):
+        env.step(np.zeros(4, int))
+
+
+@pytest.mark.parametrize("how", list(ERRORS))
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_failure_in_the_constructor(how: str, start_method: str) -> None:
     with pytest.raises(WorkerError) as caught:
-        HTSVecEnv(faulty("construct", how), start_method=start_method)
+        HTSVecEnv(faulty("construct", how), start_method=start_method, step_timeout=1.5)
     check(caught.value, "construct", how)
 
 
@@ -63,14 +71,8 @@ def test_failure_in_the_constructor(how: str, start_method: str) -> None:
 @pytest.mark.parametrize("layout", [{}, {"n_workers": 2}, {"envs_per_group": 4}], ids=["single", "shared", "group"])
 def test_failure_in_lockstep_use(place: str, at: int, how: str, layout: dict[str, int]) -> None:
     env = HTSVecEnv(faulty(place, how, at), step_timeout=1.5, **layout)  # type: ignore[arg-type]
-
-    def use() -> None:
-        env.reset()
-        for _ in range(30):
-            env.step(np.zeros(4, int))
-
     with pytest.raises(WorkerError) as caught:
-        use()
+        use_in_lockstep(env)
     check(caught.value, place, how)
     with pytest.raises(ClosedError, match="shut down after a failure: Environment 2"):
         env.reset()
@@ -91,6 +93,98 @@ def test_failure_in_training(tmp_path: Path, algorithm: Any, place: str, at: int
         loaded = algorithm.load(tmp_path / "model", env=fresh)
         loaded.learn(64, reset_num_timesteps=False)
         assert loaded.num_timesteps == model.num_timesteps + 64
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "sigkill"])
+def test_a_failure_shows_even_if_an_earlier_worker_hangs(how: str) -> None:
+    env_fns = [partial(FaultyEnv, "step", "hang", 20), WalkEnv, partial(FaultyEnv, "step", how, 20), WalkEnv]
+    env = HTSVecEnv(env_fns)
+    with pytest.raises(WorkerError) as caught:
+        HTSPPO("MlpPolicy", env, n_steps=8, device="cpu").learn(10_000)
+    check(caught.value, "step", how)
+    env = HTSVecEnv(env_fns)
+    with pytest.raises(WorkerError) as caught:
+        use_in_lockstep(env)
+    check(caught.value, "step", how)
+
+
+def test_a_cancelled_rollout_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_hts.workforce.CANCEL_TIMEOUT", 0.5)
+    env = HTSVecEnv(faulty("step", "hang", at=9))
+    model = HTSPPO("MlpPolicy", env, n_steps=8, device="cpu")
+
+    def train() -> None:
+        while env.workforce.pool.status.read(2)[0] is not Activity.STEPPING:
+            pass
+        raise ValueError("no luck in train")
+
+    monkeypatch.setattr(model, "train", train)
+    with pytest.raises(ValueError, match="no luck in train"):
+        model.learn(10_000)
+    with pytest.raises(
+        ClosedError, match=r"Environment 2 .*no progress for 0.5 s \(after the rollout was cancelled\) while in step"
+    ):
+        env.reset()
+
+
+def test_a_worker_that_stands_still_between_requests() -> None:
+    env = HTSVecEnv([WalkEnv] * 2, step_timeout=0.5)
+    os.kill(env.workforce.pool.pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match=r"Worker 1: no progress for 0\.5 s"):
+        env.get_attr("speed")
+
+
+def test_start_up_is_not_a_step() -> None:
+    """Importing torch takes longer than this timeout."""
+    with HTSVecEnv([WalkEnv], start_method="spawn", step_timeout=0.7) as env:
+        env.reset()
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+@pytest.mark.parametrize("layout", [{}, {"n_workers": 1}, {"envs_per_group": 4}], ids=["single", "shared", "group"])
+def test_infos_that_cannot_be_sent_are_blamed_on_their_environment(place: str, layout: dict[str, int]) -> None:
+    env_fns = [WalkEnv, partial(UnpicklableInfoEnv, place), WalkEnv, WalkEnv]
+    message = r"Environment 1 .* failed serialising its info dict"
+    with HTSVecEnv(env_fns, **layout) as env, pytest.raises(WorkerRaised, match=message):
+        use_in_lockstep(env)
+    with HTSVecEnv(env_fns, **layout) as env, pytest.raises(WorkerRaised, match=message):
+        HTSA2C("MlpPolicy", env, device="cpu").learn(1000)
+
+
+def test_a_failure_that_another_thread_sees_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = HTSVecEnv(faulty("step", "exit", at=12))
+    model = HTSPPO("MlpPolicy", env, n_steps=8, n_snapshots=1, device="cpu")
+    seen: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            env.get_attr("speed")
+        except WorkerDied as error:
+            seen.append(error)
+
+    def train(_: PPO) -> None:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(PPO, "train", train)
+    with pytest.raises(WorkerDied) as caught:
+        model.learn(10_000)
+    assert seen == [caught.value]
+
+
+def test_an_environment_cannot_end_the_program() -> None:
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        with pytest.raises(WorkerRaised, match=r"Environment 1 .* failed answering a call: SystemExit: 3"):
+            env.env_method("leave", indices=[1])
+        assert env.get_attr("speed") == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_every_environment_is_closed_whatever_the_others_do(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "closed"
+    HTSVecEnv([partial(NotingCloseEnv, str(path), error)] * 3, n_workers=1, envs_per_group=1).close()
+    assert path.read_text() == "closed\n" * 3
 
 
 def test_failure_while_closing_does_not_matter() -> None:

@@ -20,10 +20,13 @@ from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
 from sb3_hts.corrections import PPO_CORRECTIONS, correct_rollout
 from sb3_hts.lean_forward import lean_forward
+from sb3_hts.placement import Placement
+from sb3_hts.protocol import Activity
 from sb3_hts.seeding import draw_noise_key, stream_seed
 from sb3_hts.shared_arrays import ALIGNMENT, ArraySpec, SharedBlock, block_nbytes, carve
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutLayout, RolloutStorage
+from sb3_hts.worker_status import ProgressWatch, WorkerStatus
 
 # --- seeding --------------------------------------------------------------------------------------------------------
 
@@ -265,6 +268,78 @@ def test_weights_are_truncated_ratios() -> None:
     np.testing.assert_allclose(buffer.advantages, expected, rtol=1e-3, atol=1e-4)
 
 
+# --- progress -------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("sb3_hts.worker_status.time.monotonic", lambda: self.now)
+
+    def hung_after(self, watch: ProgressWatch, seconds: float) -> int | None:
+        self.now += seconds
+        return watch.first_hung([0, 1])
+
+
+def test_a_worker_without_progress_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, status = Clock(monkeypatch), WorkerStatus(2)
+    status.set(0, Activity.STEPPING, 3)
+    status.set(1, Activity.STEPPING, 4)
+    watch = ProgressWatch(status, [0, 1], 4.0)
+    for _ in range(3):
+        assert clock.hung_after(watch, 1.0) is None
+        status.set(0, Activity.STEPPING, 3)
+    assert clock.hung_after(watch, 1.0) == 1
+    assert clock.hung_after(watch, 0.5) is None, "not time to look yet"
+    assert 500 <= (watch.poll_timeout() or 0) <= 501
+
+
+def test_start_up_and_waiting_for_the_learner_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, status = Clock(monkeypatch), WorkerStatus(2)
+    status.set(1, Activity.AWAITING_SNAPSHOT)
+    watch = ProgressWatch(status, [0, 1], 4.0)
+    assert [clock.hung_after(watch, 1.0) for _ in range(9)] == [None] * 9
+    status.set(1, Activity.ACTING)
+    assert [clock.hung_after(watch, 1.0) for _ in range(5)] == [None] * 4 + [1]
+
+
+def test_a_halt_of_the_whole_program_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, status = Clock(monkeypatch), WorkerStatus(2)
+    status.set(0, Activity.STEPPING)
+    watch = ProgressWatch(status, [0, 1], 4.0)
+    assert clock.hung_after(watch, 1000.0) is None
+    assert [clock.hung_after(watch, 1.0) for _ in range(3)] == [None, None, 0]
+
+
+def test_without_a_limit_nobody_hangs() -> None:
+    watch = ProgressWatch(WorkerStatus(1), [0], None)
+    assert watch.poll_timeout() is None
+    assert watch.first_hung([0]) is None
+
+
+def test_every_environment_counts_as_progress() -> None:
+    with HTSVecEnv([WalkEnv] * 4, envs_per_group=2, n_workers=1) as env:
+        status = env.workforce.pool.status
+        for work in (env.reset, lambda: env.step(np.zeros(4, int)), lambda: env.get_attr("speed")):
+            before = status.read(0)[2]
+            work()
+            assert status.read(0)[2] >= before + 4
+
+
+# --- placement ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 40))
+def test_every_environment_has_one_place(n_groups: int, envs_per_group: int, n_workers: int) -> None:
+    placement = Placement(n_groups * envs_per_group, envs_per_group, min(n_workers, n_groups))
+    groups = [list(placement.groups_of(worker)) for worker in range(placement.n_workers)]
+    assert [group for hosted in groups for group in hosted] == list(range(n_groups))
+    assert {len(hosted) for hosted in groups} <= {n_groups // placement.n_workers, -(-n_groups // placement.n_workers)}
+    for env_index in range(placement.n_envs):
+        envs = placement.envs_of(placement.worker_of(env_index))
+        assert envs.start <= env_index < envs.stop
+
+
 # --- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -275,8 +350,3 @@ def test_learner_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert threads.learner_threads(small, before) == after
         assert threads.learner_threads(large, before) == before
         assert threads.learner_threads(convolutional, before) == before
-
-
-def test_layout_of_workers() -> None:
-    with HTSVecEnv([WalkEnv] * 6, envs_per_group=2, n_workers=2) as env:
-        assert [list(env.workforce.placement.groups_of(worker)) for worker in range(2)] == [[0, 1], [2]]

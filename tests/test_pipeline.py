@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch as th
@@ -479,6 +480,105 @@ def test_load_checks_what_it_changes(env: HTSVecEnv, tmp_path: Path) -> None:
     make_model(HTSPPO, env).save(tmp_path / "model")
     with pytest.raises(ValueError, match="policy_lag must be 0"):
         HTSPPO.load(tmp_path / "model", policy_lag=2)
+    with pytest.raises(ValueError, match="n_envs=3 does not fit the environment, which has 4"):
+        HTSPPO.load(tmp_path / "model", env=env, n_envs=3)
+
+
+# --- callbacks that change what they see ------------------------------------------------------------------------------
+
+
+class Changing(BaseCallback):
+    """Halves the rewards in place, as a callback for reward shaping may, and looks at the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected: list[Any] = []
+        self.stored: list[Any] = []
+
+    def _on_step(self) -> bool:
+        buffer = self.locals["rollout_buffer"]
+        assert not buffer.rewards[buffer.pos :].any(), "the future must not be there yet"
+        self.locals["rewards"] *= 0.5
+        self.expected.append(self.locals["rewards"].copy())
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.stored += list(self.locals["rollout_buffer"].rewards)
+
+
+@pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
+def test_rewards_may_be_changed_in_place(algorithm: Any) -> None:
+    callback = Changing()
+    with HTSVecEnv([partial(CountingRewardEnv, 100)] * 2) as env:
+        make_model(algorithm, env).learn(3 * 2 * N_STEPS, callback)
+    assert len(callback.stored) == 3 * N_STEPS
+    np.testing.assert_array_equal(callback.stored, callback.expected)
+
+
+class CountingRewardEnv(WalkEnv):
+    """Never ends, so that no bootstrap is added to the rewards."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        self.remaining = self.length
+        return result
+
+
+class AtRolloutEnd(BaseCallback):
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.change(self.locals["rollout_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs"),
+    [(HTSPPO, {"correction": "proximal"}), (HTSPPO, {"correction": "behaviour"}), (HTSA2C, {"correction": "none"})],
+)
+@pytest.mark.parametrize("name", ["advantages", "returns"])
+def test_advantages_and_returns_that_a_callback_changes_stay(
+    env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch, algorithm: Any, kwargs: dict[str, Any], name: str
+) -> None:
+    seen = []
+    model = make_model(algorithm, env, **kwargs)
+    stock_train = (PPO if algorithm is HTSPPO else A2C).train
+
+    def train(self: Any) -> None:
+        seen.append(getattr(self.rollout_buffer, name).copy())
+        stock_train(self)
+
+    monkeypatch.setattr(PPO if algorithm is HTSPPO else A2C, "train", train)
+    changed = np.random.default_rng(0).normal(size=(N_STEPS, N_ENVS)).astype(np.float32)
+    model.learn(3 * ROLLOUT, AtRolloutEnd(lambda buffer: setattr(buffer, name, changed.copy())))
+    assert len(seen) == 3
+    for array in seen:
+        np.testing.assert_array_equal(array, changed)
+
+
+@pytest.mark.parametrize("observation_space", [None, spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(-1, 1, (2, 3)))])
+def test_reading_the_buffer_in_a_callback_changes_nothing(observation_space: Any) -> None:
+    def read(buffer: RolloutBuffer) -> None:
+        state = np.random.get_state()
+        for _ in range(2):
+            assert sum(len(batch.actions) for batch in buffer.get(5)) == ROLLOUT
+        np.random.set_state(state)
+
+    policy = "MlpPolicy" if observation_space is None else "MultiInputPolicy"
+    results = []
+    for change in (read, lambda _: None):
+        with HTSVecEnv([partial(WalkEnv, observation_space)] * N_ENVS, envs_per_group=2) as env:
+            model = HTSPPO(policy, env, **PPO_KWARGS)
+            results.append(parameters(model.learn(4 * ROLLOUT, AtRolloutEnd(change))))
+    assert same(*results)
 
 
 # --- arguments ------------------------------------------------------------------------------------------------------
@@ -493,6 +593,8 @@ def test_load_checks_what_it_changes(env: HTSVecEnv, tmp_path: Path) -> None:
         (HTSPPO, {"inference": "remote"}, "inference must be"),
         (HTSPPO, {"n_snapshots": 9}, "n_snapshots=9 is more than n_steps=8"),
         (HTSPPO, {"n_snapshots": 0}, "n_snapshots must be a positive integer"),
+        (HTSPPO, {"n_snapshots": "4"}, "n_snapshots must be a positive integer"),
+        (HTSPPO, {"correction": ["proximal"]}, "correction must be one of"),
         (HTSPPO, {"n_envs": 4}, "n_envs=4 goes with the name of an environment only"),
     ],
 )
@@ -517,6 +619,21 @@ def test_spaces_that_sb3_refuses_leave_no_worker_behind() -> None:
         HTSVecEnv([partial(WalkEnv, spaces.Dict(a=spaces.Discrete(2)))]) as env,
     ):
         HTSPPO("MlpPolicy", env)
+
+
+def test_an_unknown_name_is_the_error_that_gymnasium_raises() -> None:
+    for name, error in (("NoSuchGame-v0", gym.error.NameNotFound), ("CartPole-v99", gym.error.VersionNotFound)):
+        with pytest.raises(error):
+            HTSPPO("MlpPolicy", name, n_envs=2)
+
+
+def test_short_rollouts_have_fewer_snapshots(env: HTSVecEnv) -> None:
+    assert make_model(HTSPPO, env).n_snapshots == 4
+    model = make_model(HTSPPO, env, n_steps=2, batch_size=8)
+    assert model.n_snapshots == 2
+    model.learn(5 * 2 * N_ENVS)
+    with pytest.raises(ValueError, match="n_snapshots=4 is more than n_steps=2"):
+        make_model(HTSPPO, env, n_steps=2, batch_size=8, n_snapshots=4)
 
 
 def test_a_failing_constructor_closes_the_environment_that_it_made() -> None:

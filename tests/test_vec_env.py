@@ -16,7 +16,7 @@ from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from sb3_hts import ClosedError, HTSVecEnv, ProtocolError
+from sb3_hts import HTSPPO, ClosedError, HTSVecEnv, ProtocolError, WorkerRaised
 
 OBSERVATION_SPACES = {
     "box": spaces.Box(-1, 1, (3,), np.float32),
@@ -237,6 +237,55 @@ def test_bad_environments() -> None:
     for layout in ({}, {"n_workers": 1}, {"envs_per_group": 3}):
         with pytest.raises(ValueError, match=r"Environment 2 has .* must have the same spaces"):
             HTSVecEnv([WalkEnv, WalkEnv, other], **layout)
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(-1, 1, (2,), np.float32)), spaces.Tuple([spaces.Discrete(3)] * 2)]
+)
+@pytest.mark.parametrize("layout", [{}, {"n_workers": 1}, {"envs_per_group": 3}])
+def test_actions_that_are_not_arrays(space: spaces.Space[Any], layout: dict[str, int]) -> None:
+    env_fns = [partial(WalkEnv, None, space)] * 3
+    with HTSVecEnv(env_fns, **layout) as ours:
+        theirs = DummyVecEnv(env_fns)  # type: ignore[arg-type]
+        ours.seed(1)
+        theirs.seed(1)
+        np.testing.assert_array_equal(ours.reset(), theirs.reset())
+        for _ in range(10):
+            actions: Any = [ours.action_space.sample() for _ in env_fns]
+            np.testing.assert_equal(ours.step(actions), theirs.step(actions))
+        with pytest.raises(AssertionError, match="The algorithm only supports"):
+            HTSPPO("MlpPolicy", ours)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2))),
+        spaces.Tuple([spaces.Tuple([spaces.Discrete(2)])]),
+        spaces.Text(5),
+        spaces.Dict(a=spaces.Text(5)),
+        spaces.Sequence(spaces.Discrete(2)),
+        spaces.Graph(spaces.Discrete(2), None),
+    ],
+    ids=["dict", "tuple", "text", "dict-text", "sequence", "graph"],
+)
+def test_observation_spaces_that_sb3_does_not_support(space: spaces.Space[Any]) -> None:
+    with pytest.raises(NotImplementedError, match="not supported"):
+        HTSVecEnv([partial(WalkEnv, space)] * 2)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**70])
+def test_seeds_of_any_size(seed: int) -> None:
+    with HTSVecEnv([WalkEnv] * 2) as ours:
+        theirs = DummyVecEnv([WalkEnv] * 2)
+        assert ours.seed(seed) == theirs.seed(seed)
+        np.testing.assert_array_equal(ours.reset(), theirs.reset())
+
+
+def test_one_environment_under_two_names() -> None:
+    env = WalkEnv()
+    with pytest.raises(WorkerRaised, match="returned the same instance"):
+        HTSVecEnv([lambda: env] * 2, envs_per_group=2)
 
 
 def test_environments_may_keep_their_action() -> None:
