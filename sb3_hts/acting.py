@@ -106,6 +106,10 @@ class Publisher:
             view.copy_(source)
         self._versions[slot] = version
 
+    def parameters(self, slot: int) -> list[th.Tensor]:
+        """What a slot holds for the policy's parameters, in their order: views of the slot."""
+        return self._views[slot][: len(self._parameters)]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -116,7 +120,7 @@ class Program:
     :param policy: Result of :func:`dump_policy`.
     :param tensors: The policy's tensors, in order of their numbers.
     :param slot_nbytes: Size of one slot.
-    :param n_slots: Number of slots.
+    :param n_slots: Number of slots, see :mod:`sb3_hts.slots`.
     :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
     :param action_space: Of the environments.
     :param channels_last: See :func:`sb3_hts.wrappers.channels_last_keys`.

@@ -8,7 +8,7 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
-from sb3_hts.corrections import Correction, copy_of, correct_rollout, gradient_at, noting_changes
+from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Observation, Replay, as_observation
@@ -47,8 +47,7 @@ class _Run:
 
     :param collector: ``None`` if rollouts are collected by SB3's own loop.
     :param parameters: The policy's, listed once: walking through the modules takes longer than copying them.
-    :param launched: Values of the parameters at the launch of the rollout in flight, where the correction needs them.
-    :param behaviour: The same, of the rollout that has been replayed last.
+    :param behaviour: Values of the parameters that the rollout replayed last was collected with.
     :param lag: Measured lag of that rollout, in updates.
     :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
     :param n_gradient_steps: Optimizer steps of one update.
@@ -57,8 +56,7 @@ class _Run:
 
     collector: WorkerCollector | None
     parameters: list[th.nn.Parameter]
-    launched: list[th.Tensor] | None = None
-    behaviour: list[th.Tensor] | None = None
+    behaviour: Sequence[th.Tensor] = ()
     lag: float = 0.0
     changed: frozenset[str] = frozenset()
     n_gradient_steps: int = 1
@@ -236,7 +234,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         rollout_buffer: RolloutBuffer,
     ) -> bool:
         """Replay a rollout and launch the next; false if a callback stopped the training."""
-        run.behaviour, run.launched = run.launched, None
+        run.behaviour = rollout.parameters
         self._record(run, rollout)
         n_steps = len(rollout.half.dones)
         ahead = self.policy_lag > 0 and self.num_timesteps + n_steps * env.num_envs < self._total_timesteps
@@ -259,21 +257,18 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         """Start the next rollout with the current parameters."""
         callback.on_rollout_start()
         assert self._last_obs is not None
-        if self._correction.gradient == "behaviour":
-            run.launched = copy_of(run.parameters)
         collector.start(self._last_obs, self._global_step, n_snapshots, (self._n_trained, 0))
         self._global_step += n_rollout_steps
 
     def _record(self, run: _Run, rollout: Rollout) -> None:
         """Log what the pipeline did with a rollout, and what lag it had."""
-        versions = rollout.half.versions
         # A snapshot after g of G gradient steps is g / G of an update newer
-        made_by = versions[..., 0] + versions[..., 1] / max(run.n_gradient_steps, 1)
-        run.lag = float(self._n_trained - made_by.mean())
+        updates, gradient_steps = rollout.half.versions.reshape(-1, 2).mean(axis=0).tolist()
+        run.lag = self._n_trained - updates - gradient_steps / max(run.n_gradient_steps, 1)
         self.logger.record("hts/policy_lag", run.lag)
         self.logger.record("hts/rollout_time", rollout.collect_time)
         self.logger.record("hts/wait_time", rollout.wait_time)
-        self.logger.record("hts/overlap", float(np.clip(1 - rollout.wait_time / max(rollout.collect_time, 1e-9), 0, 1)))
+        self.logger.record("hts/overlap", max(0.0, 1 - rollout.wait_time / max(rollout.collect_time, 1e-9)))
         if run.n_rollouts == 0 and self.verbose >= 1:
             self._recommend_groups(rollout)
         run.n_rollouts += 1
@@ -329,11 +324,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 self._last_obs, self._last_episode_starts = replay.observation(t + 1), replay.dones[t]
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
+        assert self._run is not None
+        if silent:
+            self._run.changed = frozenset()
+            return True
         variables.update(replay.final_variables())
         callback.update_locals(variables)
         with noting_changes(rollout_buffer) as changed:
             callback.on_rollout_end()
-        assert self._run is not None
         self._run.changed = frozenset(changed)
         return True
 
@@ -362,7 +360,6 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         delayed = run.lag > 0 and self._correction.gradient == "behaviour"
         with self._publishing(run, run.collector):
             if delayed:
-                assert run.behaviour is not None
                 with gradient_at(run.behaviour, run.parameters, self.policy.optimizer):
                     super().train()
             else:

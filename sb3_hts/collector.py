@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
@@ -50,6 +51,7 @@ class Rollout:
     """What the workers collected. The arrays of ``half`` are shared memory: valid until the rollout after the next starts.
 
     :param half: The data.
+    :param parameters: The policy's parameters that its first steps were made with; valid as long as ``half``.
     :param infos: ``(t, environment)`` to serialised info dict, for infos that are not the plain one.
     :param steps_done: Per group; ``n_steps`` unless cancelled.
     :param collect_time: Seconds from the launch to the last worker's last step.
@@ -58,6 +60,7 @@ class Rollout:
     """
 
     half: Half
+    parameters: list[th.Tensor]
     infos: dict[tuple[int, int], bytes]
     steps_done: tuple[int, ...]
     collect_time: float
@@ -117,7 +120,8 @@ class WorkerCollector:
         observations: dict[Hashable, ArraySpec] = {key: ArraySpec(tuple(shapes[key]), np.dtype(dtypes[key])) for key in keys}
         layout = RolloutLayout(n_steps, env.num_envs, observations, action_spec(env.action_space))
         tensors = PolicyTensors(policy)
-        slots = ParameterSlots(tensors.nbytes, n_snapshots)
+        self._max_snapshots = n_snapshots
+        slots = ParameterSlots(tensors.nbytes, N_HALVES * n_snapshots)
         storage_block = SharedBlock(layout.nbytes)
         self._storage = RolloutStorage(layout, storage_block)
         self._publisher = Publisher(tensors, slots)
@@ -127,7 +131,7 @@ class WorkerCollector:
             policy=dump_policy(policy, tensors),
             tensors=tuple(tensors.specs),
             slot_nbytes=tensors.nbytes,
-            n_slots=n_snapshots,
+            n_slots=slots.n_slots,
             noise_key=noise_key,
             action_space=env.action_space,
             channels_last=channels_last_keys(self._wrappers),
@@ -167,7 +171,8 @@ class WorkerCollector:
         for key, array in half.observations.items():
             array[0] = observations if key is None else observations[key]  # type: ignore[call-overload, index]
         self.n_snapshots, self._n_published, self._version = n_snapshots, 1, version
-        self._publisher.write(0, version)
+        first_slot = self._half * self._max_snapshots
+        self._publisher.write(first_slot, version)
         states = [get_state(wrapper) for wrapper in self._wrappers]
 
         def request(serial: int, worker: int) -> Collect:
@@ -176,6 +181,7 @@ class WorkerCollector:
                 half=self._half,
                 first_step=first_step,
                 n_snapshots=n_snapshots,
+                first_slot=first_slot,
                 wrapper_states=tuple(self._states_of(states, group) for group in self._placement.groups_of(worker)),
             )
 
@@ -188,7 +194,7 @@ class WorkerCollector:
     def publish(self, version: Version) -> None:
         """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""
         self._version = version
-        self._publisher.write(self._n_published, version)
+        self._publisher.write(self._half * self._max_snapshots + self._n_published, version)
         self._workforce.announce_snapshot(self._n_published)
         self._n_published += 1
 
@@ -212,6 +218,7 @@ class WorkerCollector:
         infos = [item for reply in replies for item in reply.infos.items()]
         return Rollout(
             half=self._storage.halves[self._half],
+            parameters=self._publisher.parameters(self._half * self._max_snapshots),
             infos=dict(infos),
             steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
             collect_time=max(reply.finished_at for reply in replies) - self._launched_at,

@@ -165,38 +165,32 @@ def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:
 def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], optimizer: th.optim.Optimizer) -> Iterator[None]:
     """Take the next gradient at other parameters, and apply it to the current ones (the paper, equation (7)).
 
-    theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): ``values`` (theta_{j-1}) stand in the policy while the loss is computed
-    and differentiated; right before the optimizer steps, with its state, theta_j is put back. Buffers are not swapped:
-    the batch-norm statistics that survive are the newest ones, as the forward updates them.
+    theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): while the loss is computed and differentiated, the policy's parameters
+    point to ``values`` (theta_{j-1}); right before the optimizer steps, with its state, they point to theta_j again. Buffers
+    stay: the batch-norm statistics that survive are the newest ones, as the forward updates them.
 
     :param values: theta_{j-1}.
     :param parameters: The policy's parameters, in the same order; they hold theta_j.
     :param optimizer: Of the policy.
     """
-    current = copy_of(parameters)
+    own = [parameter.data for parameter in parameters]
     pending = True
 
     def restore(*_: Any) -> None:
         nonlocal pending
         if pending:
-            _overwrite(parameters, current)
+            _point_to(parameters, own)
             pending = False
 
     handle = optimizer.register_step_pre_hook(restore)
     try:
-        _overwrite(parameters, values)
+        _point_to(parameters, [value.to(data.device) for value, data in zip(values, own, strict=True)])
         yield
     finally:
         handle.remove()
         restore()
 
 
-def copy_of(parameters: Sequence[th.Tensor]) -> list[th.Tensor]:
-    """The values of some parameters at this moment."""
-    return [parameter.detach().clone() for parameter in parameters]
-
-
-@th.no_grad()
-def _overwrite(parameters: Sequence[th.Tensor], values: Sequence[th.Tensor]) -> None:
+def _point_to(parameters: Sequence[th.Tensor], values: Sequence[th.Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+        parameter.data = value

@@ -151,6 +151,7 @@ class Collect:
     :param half: Which half of the storage to write.
     :param first_step: Global step (never restarts) of the rollout's first step; part of the noise key.
     :param n_snapshots: Step ``t`` acts with snapshot ``t * n_snapshots // n_steps``.
+    :param first_slot: Slot of snapshot 0; the others follow.
     :param wrapper_states: Per group of this worker, the state of its wrappers, from the innermost outwards.
     """
 
@@ -158,6 +159,7 @@ class Collect:
     half: int
     first_step: int
     n_snapshots: int
+    first_slot: int
     wrapper_states: tuple[tuple[Any, ...], ...]
 
 

@@ -6,6 +6,7 @@ user's script. Gymnasium's own environments are registered by its import, everyt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import gymnasium as gym
@@ -25,6 +26,8 @@ def dump_registrations() -> bytes:
 
 def load_registrations(data: bytes) -> None:
     """Register what :func:`dump_registrations` found, unless the name is taken."""
+    # A package that an environment imports later may register the same names once more
+    warnings.filterwarnings("ignore", message=".*Overriding environment .* already in registry")
     specs: Mapping[str, EnvSpec] = loads(data)
     for name, spec in specs.items():
         gym.registry.setdefault(name, spec)

@@ -131,7 +131,7 @@ class RolloutRunner:
         for t in range(self._n_steps):
             needed = t * request.n_snapshots // self._n_steps
             if needed != snapshot:
-                waited += self._switch(request.rollout, needed)
+                waited += self._switch(request, needed)
                 snapshot = needed
             if not self._step_all(request, half, t, snapshot, steps_done, infos):
                 break
@@ -151,13 +151,13 @@ class RolloutRunner:
             busy_time=finished - started - waited,
         )
 
-    def _switch(self, rollout: int, snapshot: int) -> float:
+    def _switch(self, request: Collect, snapshot: int) -> float:
         """Act with the given snapshot from now on; returns the seconds spent waiting for it."""
         started = time.monotonic()
         if snapshot > 0:  # the first one was published before the request
             self._channel.report(Activity.AWAITING_SNAPSHOT)
-            self._channel.await_snapshot(rollout, snapshot)
-        self._replica.bind(snapshot)
+            self._channel.await_snapshot(request.rollout, snapshot)
+        self._replica.bind(request.first_slot + snapshot)
         return time.monotonic() - started
 
     def _step_all(
@@ -170,7 +170,7 @@ class RolloutRunner:
         infos: dict[tuple[int, int], bytes],
     ) -> bool:
         """One step of each group; false once the rollout is cancelled."""
-        version = self._slots.versions[snapshot]
+        version = self._slots.versions[request.first_slot + snapshot]
         for index, member in enumerate(self._members):
             if self._channel.is_cancelled(request.rollout):
                 return False

@@ -1,8 +1,9 @@
 """Parameter slots: the snapshots of the behaviour policy that one rollout acts with.
 
 A slot is as many bytes as all storages of the policy's parameters and buffers need, one after the other, each aligned.
-The learner writes slot ``s`` before it announces snapshot ``s``, and not again until the rollout has been synchronised;
-workers only read. Each slot has a version ``(update, gradient step)``, so that every transition can say who made it.
+There are two sets of them, as there are two halves of the storage: the learner writes a slot before it announces the
+snapshot, and not again until the rollout has been trained on; workers only read. Each slot has a version
+``(update, gradient step)``, so that every transition can say who made it.
 """
 
 from __future__ import annotations
