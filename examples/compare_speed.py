@@ -5,9 +5,9 @@
 
 The contenders take turns (A B C A B C ...), each repeat is a ``learn()`` of its own on fresh environments after a warm-up, and
 the speed-up is the median over repeats of HTS's steps per second over those of the faster stock contender in the same turn.
-"idle" is the share of HTS's wall time in which the learner waited for a rollout. The overlap bound is what overlap alone could give:
-the speed-up of stock SB3 if the shorter of its collection and training took no time. Environments that need not wait for each
-other, and cheaper acting, can exceed it; too few cores keep one below it.
+"idle" is the share of HTS's wall time in which the learner waited for a rollout. The overlap bound is what overlap alone could
+give: the speed-up of stock SB3 if the shorter of its collection and training took no time. Environments that need not wait for
+each other, and cheaper acting, can exceed it; too few cores keep one below it.
 """
 
 from __future__ import annotations
