@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 def run(*args: str, cwd: Path = ROOT, timeout: int = 280) -> str:
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=timeout, cwd=cwd)
     assert result.returncode == 0, result.stderr
+    assert "already in registry" not in result.stderr, "a worker must not warn of what was registered for it"
     return result.stdout
 
 
