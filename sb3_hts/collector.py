@@ -55,7 +55,7 @@ class Rollout:
     :param infos: ``(t, environment)`` to serialised info dict, for infos that are not the plain one.
     :param steps_done: Per group; ``n_steps`` unless cancelled.
     :param collect_time: Seconds from the launch to the last worker's last step.
-    :param wait_time: Seconds that the learner waited for it.
+    :param wait_time: Seconds that the learner was blocked waiting for it.
     :param busy_time: Seconds that the busiest worker spent acting and stepping.
     """
 
@@ -208,9 +208,10 @@ class WorkerCollector:
 
         :raises WorkerError: If a worker failed.
         """
-        started = time.monotonic()
+        pool = self._workforce.pool
+        blocked_before = pool.blocked_time
         replies = self._workforce.finish_rollout()
-        rollout = self._assemble(replies, time.monotonic() - started)
+        rollout = self._assemble(replies, pool.blocked_time - blocked_before)
         self.in_flight = False
         return rollout
 

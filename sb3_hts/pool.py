@@ -38,6 +38,8 @@ class WorkerPool:
     :param target: Runs in each child as ``target(worker, connection, status, *args)``.
     :param args_per_worker: Further arguments, one tuple per worker.
     :param timeout: Seconds without progress after which a worker that is waited for counts as hung; ``None``: never.
+
+    ``blocked_time`` adds up the seconds in which a caller waited for a reply that was not there yet.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WorkerPool:
         # Each worker begins with a reply: whether it could set itself up
         self._pending = [1] * self.n_workers
         self._arrived: list[deque[Any]] = [deque() for _ in range(self.n_workers)]
+        self.blocked_time = 0.0
         self._connections: list[Connection] = []
         self._processes: list[process.BaseProcess] = []
         self._lease = ForkServerLease() if start_method == "forkserver" else None
@@ -152,7 +155,9 @@ class WorkerPool:
             poll.register(self._processes[worker].sentinel, select.POLLIN)
         watch = ProgressWatch(self.status, missing, limit)
         while missing:
+            started = time.monotonic()
             ready = {descriptor for descriptor, _ in poll.poll(watch.poll_timeout())}
+            self.blocked_time += time.monotonic() - started
             for worker in [worker for worker in missing if self._has_news(worker, ready)]:
                 self._read(worker)
                 self._check(worker, tolerate_failures)
