@@ -166,17 +166,21 @@ class _PolicyUnpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
+class UnportablePolicyError(TypeError):
+    """A policy that cannot be sent to another process."""
+
+
 def dump_policy(policy: th.nn.Module, tensors: PolicyTensors) -> bytes:
     """Serialise the structure of a policy.
 
-    :raises TypeError: If some part of the policy cannot be serialised.
+    :raises UnportablePolicyError: If some part of the policy cannot be serialised.
     """
     buffer = io.BytesIO()
     numbers = {id(tensor): number for number, tensor in enumerate(tensors.tensors)}
     try:
         _PolicyPickler(buffer, numbers).dump(policy)
     except Exception as error:
-        raise TypeError(
+        raise UnportablePolicyError(
             f"The policy {type(policy).__name__} cannot be sent to the workers: {error}. "
             "Remove what cannot be pickled from it, or give it a __getstate__ that leaves it out."
         ) from error

@@ -8,6 +8,7 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_hts.acting import UnportablePolicyError
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
 from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
@@ -48,6 +50,7 @@ class _Run:
     :param collector: ``None`` if rollouts are collected by SB3's own loop.
     :param parameters: The policy's, listed once: walking through the modules takes longer than copying them.
     :param behaviour: Values of the parameters that the rollout replayed last was collected with.
+    :param end: Its last observations, and whether they begin an episode; callbacks may give the model others.
     :param lag: Measured lag of that rollout, in updates.
     :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
     :param n_gradient_steps: Optimizer steps of one update.
@@ -57,6 +60,7 @@ class _Run:
     collector: WorkerCollector | None
     parameters: list[th.nn.Parameter]
     behaviour: Sequence[th.Tensor] = ()
+    end: tuple[Observation, npt.NDArray[np.bool_]] | None = None
     lag: float = 0.0
     changed: frozenset[str] = frozenset()
     n_gradient_steps: int = 1
@@ -174,14 +178,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 print(f"HTS: rollouts are collected one after the other with training, because {reason}.")
             return _Run(None, [])
         assert self._noise_key is not None
-        collector = WorkerCollector(
-            env,
-            self.policy,
-            n_steps,
-            self.n_snapshots,
-            self._noise_key,
-            self.sde_sample_freq if self.use_sde else None,
-        )
+        sde_sample_freq = self.sde_sample_freq if self.use_sde else None
+        try:
+            collector = WorkerCollector(env, self.policy, n_steps, self.n_snapshots, self._noise_key, sde_sample_freq)
+        except UnportablePolicyError as error:
+            warnings.warn(f"Rollouts are collected one after the other with training: {error}", stacklevel=2)
+            return _Run(None, [])
         if self.verbose >= 1:
             base = unwrap(env)[1]
             assert isinstance(base, HTSVecEnv)
@@ -213,20 +215,19 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if not collector.in_flight:
             self._launch(run, collector, callback, n_rollout_steps, n_snapshots=1)
         rollout = collector.wait()
-        now = as_observation(rollout.last_observations), rollout.half.dones[-1].copy()
+        run.end = as_observation(rollout.last_observations), rollout.half.dones[-1].copy()
         completed = False
         try:
-            completed = self._process(rollout, now, run, collector, env, callback, rollout_buffer)
+            completed = self._process(rollout, run, collector, env, callback, rollout_buffer)
         finally:
             if not completed:
                 # The environments have finished the rollout, whatever the callbacks made of it
-                self._last_obs, self._last_episode_starts = now
+                self._last_obs, self._last_episode_starts = run.end
         return completed
 
     def _process(
         self,
         rollout: Rollout,
-        now: tuple[Observation, npt.NDArray[np.bool_]],
         run: _Run,
         collector: WorkerCollector,
         env: VecEnv,
@@ -242,7 +243,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         replay_later = ahead and _is_silent(callback)
         episode_starts = self._last_episode_starts
         if _is_silent(callback):
-            self._last_obs, self._last_episode_starts = now
+            assert run.end is not None
+            self._last_obs, self._last_episode_starts = run.end
         if replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma)
@@ -352,11 +354,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             super().train()
             return
         if run.lag > 0:
-            assert self._last_obs is not None
-            assert self._last_episode_starts is not None
-            correct_rollout(
-                self._correction, self.policy, self.rollout_buffer, self._last_obs, self._last_episode_starts, run.changed
-            )
+            assert run.end is not None
+            correct_rollout(self._correction, self.policy, self.rollout_buffer, *run.end, run.changed)
         delayed = run.lag > 0 and self._correction.gradient == "behaviour"
         with self._publishing(run, run.collector):
             if delayed:

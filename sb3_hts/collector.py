@@ -138,7 +138,7 @@ class WorkerCollector:
             sde_sample_freq=sde_sample_freq,
         )
         self.shared_nbytes = storage_block.nbytes + slots.block.nbytes
-        self._workforce.configure_rollouts(dumps_by_value(program), storage_block, slots.block)
+        self._workforce.configure_rollouts(self, dumps_by_value(program), storage_block, slots.block)
         for block in (storage_block, slots.block):
             block.release_descriptor()
         self._half = 0
@@ -208,6 +208,8 @@ class WorkerCollector:
 
         :raises WorkerError: If a worker failed.
         """
+        # If train() has not been ours, nobody else will publish what the workers wait for
+        self.publish_rest(self._version)
         pool = self._workforce.pool
         blocked_before = pool.blocked_time
         replies = self._workforce.finish_rollout()
@@ -253,7 +255,7 @@ class WorkerCollector:
     def release(self) -> None:
         """Give the memory back. The environments stay as they are; after a failure they are gone already."""
         with suppress(HTSError):
-            self._workforce.release_rollouts()
+            self._workforce.release_rollouts(self)
 
     def before_waiting(self) -> None:
         """Publish what the workers still need: if the learner's thread is the one that waits, nobody else will."""

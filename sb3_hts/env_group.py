@@ -95,7 +95,7 @@ class EnvGroup(DummyVecEnv):
             self.buf_dones[row] = done
             info["TimeLimit.truncated"] = truncated and not terminated
             if done:
-                info["terminal_observation"] = deepcopy(obs)
+                info["terminal_observation"] = obs
                 info = deepcopy(info)
                 self._report(Activity.RESETTING, self.first_index + row)
                 obs, self.reset_infos[row] = env.reset()

@@ -1,4 +1,4 @@
-"""Keep Ctrl-C out of the middle of an exchange with the workers."""
+"""Keep signals out of the middle of an exchange with the workers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those whose handlers, if they are written in Python, may raise: Ctrl-C, a scheduler's notice, a time limit."""
+
 
 class InterruptShield:
-    """Put off SIGINT while the block runs; what came in meanwhile is delivered at its end.
+    """Put off the handlers of signals while the block runs; what came in meanwhile is delivered at its end.
 
     A message that is half read or a request that only half of the workers got cannot be repaired afterwards, so those
     blocks are short and never wait for an environment. Outside of the main thread, where Python never delivers
@@ -17,36 +20,57 @@ class InterruptShield:
     """
 
     def __init__(self) -> None:
-        self._previous: Any = None
-        self._pending: tuple[int, FrameType | None] | None = None
+        self._replaced: dict[int, Any] = {}
+        self._pending: list[tuple[Any, int, FrameType | None]] = []
         self._depth = 0
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._depth == 0:
-            handler = signal.getsignal(signal.SIGINT)
-            # Ignored, default, or set from C: there is no Python handler that could interrupt the block
-            if callable(handler) and handler != self._remember:
-                self._previous = handler
-                signal.signal(signal.SIGINT, self._remember)
-        # Only now: an interrupt before this line raises with nothing changed, after it none does
+            try:
+                self._replace()
+            except BaseException:  # of a handler not yet replaced: nothing has begun
+                self._restore()
+                raise
         self._depth += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         self._depth -= 1
-        if self._depth or self._previous is None:
-            return
-        previous, self._previous = self._previous, None
-        signal.signal(signal.SIGINT, previous)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            previous(*pending)
+        if self._depth == 0:
+            try:
+                self._restore()
+            finally:
+                self._deliver()
+
+    def _replace(self) -> None:
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            # Ignored, default, or set from C: there is no Python handler that could interrupt the block
+            if callable(handler) and handler != self._remember:
+                self._replaced[number] = handler
+                signal.signal(number, self._remember)
+
+    def _restore(self) -> None:
+        if self._replaced:
+            number, handler = self._replaced.popitem()
+            try:
+                signal.signal(number, handler)
+            finally:  # a handler that is back already may raise
+                self._restore()
+
+    def _deliver(self) -> None:
+        if self._pending:
+            handler, number, frame = self._pending.pop(0)
+            try:
+                handler(number, frame)
+            finally:
+                self._deliver()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._pending = (number, frame)
+        self._pending.append((self._replaced[number], number, frame))
 
 
 shielded = InterruptShield()

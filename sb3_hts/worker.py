@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -139,20 +140,21 @@ class _Worker:
         self._runner: RolloutRunner | None = None
 
     def run(self, env_fns: bytes, registrations: bytes, group_size: int) -> None:
-        """Construct the environments, then answer requests until :class:`Close`."""
+        """Construct the environments, then answer requests until :class:`Close` or the end of the main process."""
+        with suppress(EOFError, ConnectionError):
+            self._serve(env_fns, registrations, group_size)
+        self._close()
+
+    def _serve(self, env_fns: bytes, registrations: bytes, group_size: int) -> None:
         self._reply(partial(self._construct, env_fns, registrations, group_size))
         while True:
             self._report(Activity.WAITING)
-            try:
-                request = pickle.loads(self._connection.recv_bytes())
-            except EOFError:
-                break
+            request = pickle.loads(self._connection.recv_bytes())
             if isinstance(request, (Published, Cancel)):
                 continue  # of a rollout that has ended
             if isinstance(request, Close):
                 break
             self._reply(partial(self._answer, request))
-        self._close()
 
     def _reply(self, work: Callable[[], Reply]) -> None:
         try:

@@ -176,19 +176,23 @@ class Workforce:
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
-    def configure_rollouts(self, program: bytes, storage: SharedBlock, slots: SharedBlock) -> None:
+    def configure_rollouts(self, owner: RolloutOwner, program: bytes, storage: SharedBlock, slots: SharedBlock) -> None:
         """Prepare the workers to collect.
 
+        :param owner: On whose behalf; the latest one only can start rollouts.
         :param program: A serialised :class:`~sb3_hts.acting.Program`.
         :param storage: Memory of the rollout storage.
         :param slots: Memory of the parameter slots.
         """
         with self.idle():
             self.ask_all([Configure(program, storage.nbytes, slots.nbytes)] * self.placement.n_workers, storage, slots)
+            self._owner = owner
 
-    def release_rollouts(self) -> None:
+    def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""
         with self._lock:
+            if self._owner is not owner:
+                return
             if self._phase not in (Phase.CLOSED, Phase.BROKEN):
                 self._become_idle()
                 self.ask_all([Unconfigure()] * self.placement.n_workers)
@@ -200,12 +204,17 @@ class Workforce:
         :param request: Makes a worker's request from the serial number of the rollout and the worker's index. Serial numbers
             never repeat, since notices of an earlier rollout must not be taken for this one's.
         :param owner: Who is told about it.
+        :raises ProtocolError: If another owner has configured the workers meanwhile.
         """
         with self.idle():
+            if self._owner is not owner:
+                raise ProtocolError(
+                    "Another model has begun to train on these environments while this one was training: give each its own."
+                )
             serial = self._rollout + 1
             requests: dict[int, Request] = {worker: request(serial, worker) for worker in self._everyone}
             with shielded:
-                self._phase, self._rollout, self._collected, self._owner = Phase.COLLECTING, serial, [], owner
+                self._phase, self._rollout, self._collected = Phase.COLLECTING, serial, []
                 self._send(requests)
 
     def announce_snapshot(self, snapshot: int) -> None:

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch as th
 from envs import FaultyEnv, NotingCloseEnv, UnpicklableInfoEnv, WalkEnv
 from stable_baselines3 import PPO
 
 from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from sb3_hts.interrupts import shielded
 from sb3_hts.protocol import Activity
 
 ERRORS = {"raise": WorkerRaised, "unpicklable": WorkerRaised, "exit": WorkerDied, "sigkill": WorkerDied, "hang": WorkerTimeout}
@@ -271,6 +273,81 @@ def test_interrupts_at_any_moment() -> None:
         assert model.num_timesteps == before + 64
 
 
+def test_after_a_cancellation_the_model_knows_where_the_environments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTSVecEnv([partial(WalkEnv, jitter=0.001)] * 4, n_workers=2) as env:
+        model = HTSPPO("MlpPolicy", env, n_steps=8, n_snapshots=1, device="cpu")
+
+        def train(_: PPO) -> None:
+            # Somewhere in the middle of the next rollout
+            before = env.workforce.pool.status.read(0)[2]
+            while env.workforce.pool.status.read(0)[2] < before + 9:
+                pass
+            raise ValueError("no luck in train")
+
+        monkeypatch.setattr(PPO, "train", train)
+        for _ in range(10):
+            with pytest.raises(ValueError, match="no luck in train"):
+                model.learn(1000, reset_num_timesteps=False)
+            assert (np.array(env.get_attr("n_since_reset")) == 0).tolist() == model._last_episode_starts.tolist()  # type: ignore[union-attr]
+            expected = [np.sin(position + np.arange(3) / 3) for position in env.get_attr("position")]
+            np.testing.assert_allclose(model._last_obs, expected, rtol=1e-6)  # type: ignore[arg-type]
+
+
+def test_gradients_are_on_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(_: PPO) -> None:
+        th.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PPO, "train", train)
+    with HTSVecEnv([WalkEnv]) as env, pytest.raises(KeyboardInterrupt):
+        HTSPPO("MlpPolicy", env, n_steps=8, batch_size=8, device="cpu").learn(100)
+    assert th.is_grad_enabled()
+
+
+def test_the_shield_puts_an_interrupt_off() -> None:
+    reached = []
+
+    def work() -> None:
+        with shielded:
+            with shielded:
+                os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the end of the outer block")
+        reached.append("what follows")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert reached == ["the end of the outer block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_shield_puts_every_handler_off() -> None:
+    """In the order in which the signals came, and if the first one raises the others are not lost."""
+    heard = []
+
+    def terminate(number: int, _: Any) -> None:
+        heard.append(number)
+        raise SystemExit
+
+    def note(number: int, _: Any) -> None:
+        heard.append(number)
+
+    def work() -> None:
+        with shielded:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard == []
+
+    previous = signal.signal(signal.SIGTERM, terminate), signal.signal(signal.SIGUSR1, note)
+    try:
+        with pytest.raises(SystemExit):
+            work()
+        assert heard == [signal.SIGTERM, signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) is terminate
+    finally:
+        signal.signal(signal.SIGTERM, previous[0])
+        signal.signal(signal.SIGUSR1, previous[1])
+
+
 def run_script(script: str, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *args], input=textwrap.dedent(script), capture_output=True, text=True, timeout=100, **kwargs
@@ -326,23 +403,34 @@ def test_scripts_need_no_main_guard_and_may_forget_to_close(tmp_path: Path, sour
     assert "Error" not in result.stderr
 
 
-def test_workers_end_with_a_killed_main_process() -> None:
-    script = """
-        import os, signal, sys
-        from envs import WalkEnv
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_end_with_a_killed_main_process(busy: bool) -> None:
+    """Also one whose environment never returns, and so cannot notice the end of its pipe."""
+    script = f"""
+        import os, signal
+        from functools import partial
+        import numpy as np
+        from envs import FaultyEnv, WalkEnv
         from sb3_hts import HTSA2C, HTSVecEnv
+        from sb3_hts.protocol import Activity
 
-        env = HTSVecEnv([WalkEnv] * 3)
+        env = HTSVecEnv([WalkEnv, partial(FaultyEnv, "step", "hang", 1 if {busy} else 10**9), WalkEnv])
         print(*env.workforce.pool.pids, flush=True)
+        if {busy}:
+            env.reset()
+            env.step_async(np.zeros(3, int))
+            while env.workforce.pool.status.read(1)[0] is not Activity.STEPPING:
+                pass
 
         def kill(*_):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        HTSA2C("MlpPolicy", env, device="cpu").learn(1000, kill)
+        kill() if {busy} else HTSA2C("MlpPolicy", env, device="cpu").learn(1000, kill)
     """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     result = run_script(script, "-", env=environment)
     assert result.returncode == -signal.SIGKILL
-    workers = [psutil.Process(int(pid)) for pid in result.stdout.split() if psutil.pid_exists(int(pid))]
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 3
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
     assert not alive

@@ -20,9 +20,10 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
-from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
+from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
 from sb3_hts.collector import WorkerCollector
 
 N_ENVS, N_STEPS = 4, 8
@@ -581,6 +582,68 @@ def test_reading_the_buffer_in_a_callback_changes_nothing(observation_space: Any
     assert same(*results)
 
 
+@pytest.mark.parametrize("correction", ["proximal", "decoupled"])
+def test_a_callback_may_start_each_rollout_anew(monkeypatch: pytest.MonkeyPatch, correction: str) -> None:
+    """What it makes the model see next is not what the last rollout ended with."""
+    ends: list[Any] = []
+
+    def recording(_: Any, policy: Any, buffer: Any, last_observations: Any, last_dones: Any, changed: Any) -> None:
+        ends.append((last_observations.copy(), last_dones.copy()))
+
+    class Restart(BaseCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends: list[Any] = []
+
+        def _on_step(self) -> bool:
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.ends.append((self.locals["new_obs"].copy(), self.locals["dones"].copy()))
+            self.model._last_obs = self.training_env.reset()
+            self.model._last_episode_starts = np.ones(N_ENVS, bool)
+
+    monkeypatch.setattr("sb3_hts.algorithm.correct_rollout", recording)
+    with HTSVecEnv([WalkEnv] * N_ENVS) as env:
+        callback = Restart()
+        make_model(HTSPPO, env, correction=correction).learn(3 * ROLLOUT, callback)
+    assert len(ends) == 2
+    np.testing.assert_equal(ends, callback.ends[1:])
+
+
+# --- subclasses -----------------------------------------------------------------------------------------------------
+
+
+class OwnTrain(HTSPPO):
+    """Does not know of ours."""
+
+    def train(self) -> None:
+        PPO.train(self)
+
+
+def test_a_train_of_ones_own(env: HTSVecEnv) -> None:
+    model = OwnTrain("MlpPolicy", env, **PPO_KWARGS).learn(4 * ROLLOUT)
+    assert model._n_updates == 4 * 2
+
+
+def test_rollouts_without_training(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env)
+    _, callback = model._setup_learn(100 * ROLLOUT)
+    with model._pipeline():
+        for _ in range(3):
+            assert model.collect_rollouts(env, callback, model.rollout_buffer, N_STEPS)
+    assert model.num_timesteps == 3 * ROLLOUT
+
+
+def test_two_models_do_not_share_environments_at_the_same_time(env: HTSVecEnv) -> None:
+    inner = make_model(HTSPPO, env)
+    outer = make_model(HTSPPO, env)
+    with pytest.raises(ProtocolError, match="Another model has begun to train on these environments"):
+        outer.learn(3 * ROLLOUT, AtRolloutEnd(lambda _: inner.learn(ROLLOUT)))
+    outer.learn(ROLLOUT)
+    assert env.get_attr("speed") == [1.0] * N_ENVS
+
+
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -653,6 +716,25 @@ def test_other_environments_are_collected_by_sb3s_own_loop(capsys: pytest.Captur
     assert "because DummyVecEnv is not an HTSVecEnv" in capsys.readouterr().out
     make_model(HTSPPO, VecMonitor(env), verbose=1).learn(ROLLOUT)
     assert "because the wrapper VecMonitor cannot run inside the workers" in capsys.readouterr().out
+
+
+class ParametrizedExtractor(FlattenExtractor):
+    """torch refuses to pickle parametrizations."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space)
+        self.normed = th.nn.utils.parametrizations.weight_norm(th.nn.Linear(3, 3))
+
+    def forward(self, observations: Any) -> Any:
+        return self.normed(super().forward(observations))
+
+
+def test_policies_that_cannot_be_sent_are_run_by_sb3s_own_loop(env: HTSVecEnv) -> None:
+    kwargs: dict[str, Any] = {**PPO_KWARGS, "policy_kwargs": {"features_extractor_class": ParametrizedExtractor}}
+    model = HTSPPO("MlpPolicy", env, **kwargs)
+    with pytest.warns(UserWarning, match="ActorCriticPolicy cannot be sent to the workers: Serialization of parametrized"):
+        model.learn(3 * ROLLOUT)
+    assert model.num_timesteps == 3 * ROLLOUT
 
 
 class CountingBuffer(RolloutBuffer):
