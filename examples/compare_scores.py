@@ -3,7 +3,7 @@
     python examples/compare_scores.py                     # everything: hours
     python examples/compare_scores.py --task CartPole-v1 --seeds 2
 
-HalfCheetah and Hopper need ``pip install "sb3-hts[mujoco]"``. Each cell is
+HalfCheetah and Hopper need ``pip install ".[mujoco]"``. Each cell is
 "mean return over the last 10 % of the steps / over the whole run", averaged over the seeds.
 """
 

@@ -3,7 +3,7 @@
     python examples/pong.py                          # a few thousand steps: shows that it runs
     python examples/pong.py --timesteps 10_000_000   # a full run
 
-Needs ``pip install "sb3-hts[atari]"``.
+Needs ``pip install ".[atari]"``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from sb3_hts.threads import learner_threads
 from sb3_hts.vec_env import HTSVecEnv
 from sb3_hts.wrappers import unwrap
 
-CHEAP_STEP = 300e-6
+CHEAP_STEP = 500e-6
 """Seconds per environment step, acting included, below which large groups pay off."""
 
 DEFAULT_SNAPSHOTS = 4
@@ -97,9 +97,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         """
         if not isinstance(env, str):
             if n_envs is not None:
-                raise ValueError(f"n_envs={n_envs} goes with the name of an environment only; this one has its own number.")
+                raise ValueError(
+                    f"n_envs={n_envs} goes with the name of an environment only: leave it out, or make the environments by "
+                    f"make_vec_env(..., n_envs={n_envs}, vec_env_cls=HTSVecEnv)."
+                )
             yield env
             return
+        if n_envs is not None and (isinstance(n_envs, bool) or not isinstance(n_envs, (int, np.integer)) or n_envs < 1):
+            raise ValueError(f"n_envs must be a positive integer, not {n_envs!r}.")
         try:
             vec_env = make_vec_env(env, n_envs=1 if n_envs is None else n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
         except WorkerRaised as error:
@@ -279,11 +284,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         assert self.env is not None
         base = unwrap(self.env)[1]
         assert isinstance(base, HTSVecEnv)
-        step_time = rollout.busy_time / (self.n_steps * self.n_envs / base.n_workers)
-        if base.envs_per_group == 1 < self.n_envs and step_time < CHEAP_STEP:
+        if base.envs_per_group == 1 < self.n_envs and rollout.step_time < CHEAP_STEP:
             print(
-                f"HTS: these environments take {step_time * 1e6:.0f} microseconds per step; larger groups would be faster, "
-                f"e.g. HTSVecEnv(..., envs_per_group={self.n_envs})."
+                f"HTS: acting and stepping take {rollout.step_time * 1e6:.0f} microseconds; larger groups of environments "
+                f"would be faster, e.g. vec_env_kwargs=dict(envs_per_group={self.n_envs}) in make_vec_env()."
             )
 
     def _replay(

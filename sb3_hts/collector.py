@@ -54,9 +54,9 @@ class Rollout:
     :param parameters: The policy's parameters that its first steps were made with; valid as long as ``half``.
     :param infos: ``(t, environment)`` to serialised info dict, for infos that are not the plain one.
     :param steps_done: Per group; ``n_steps`` unless cancelled.
-    :param collect_time: Seconds from the launch to the last worker's last step.
+    :param collect_time: Seconds from the launch to the last worker's last step, waits for snapshots included.
     :param wait_time: Seconds that the learner was blocked waiting for it.
-    :param busy_time: Seconds that the busiest worker spent acting and stepping.
+    :param step_time: Median seconds that a group took to act and step once, in the slowest worker.
     """
 
     half: Half
@@ -65,7 +65,7 @@ class Rollout:
     steps_done: tuple[int, ...]
     collect_time: float
     wait_time: float
-    busy_time: float
+    step_time: float
 
     @property
     def last_observations(self) -> dict[Hashable, Array]:
@@ -226,7 +226,7 @@ class WorkerCollector:
             steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
             collect_time=max(reply.finished_at for reply in replies) - self._launched_at,
             wait_time=wait_time,
-            busy_time=max(reply.busy_time for reply in replies),
+            step_time=max(reply.step_time for reply in replies),
         )
 
     def cancel(self) -> Rollout | None:

@@ -59,7 +59,7 @@ def place(env_fns: Sequence[Any], envs_per_group: int | None, n_workers: int | N
         if not callable(env_fn):
             raise ValueError(
                 f"env_fns[{index}] is a {type(env_fn).__name__}, not a function that makes an environment: "
-                "pass [lambda: env, ...] or use make_vec_env(..., vec_env_cls=HTSVecEnv)."
+                'pass [lambda: gym.make("..."), ...] or use make_vec_env(..., vec_env_cls=HTSVecEnv).'
             )
     n_envs = len(env_fns)
     group_size = 1 if envs_per_group is None else _count("envs_per_group", envs_per_group)

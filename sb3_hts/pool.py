@@ -194,7 +194,10 @@ class WorkerPool:
     def _check(self, worker: int, tolerate_failures: bool) -> None:
         reply = self._arrived[worker][0]
         if isinstance(reply, Failed) and not tolerate_failures:
-            raise worker_raised(worker, reply) from original_exception(reply)
+            original = original_exception(reply)
+            # The traceback is in our message already
+            original.__cause__ = None
+            raise worker_raised(worker, reply) from original
 
     def _died(self, worker: int) -> WorkerDied:
         child = self._processes[worker]

@@ -218,7 +218,7 @@ class Collected:
     :param reset_infos: Environment index to serialised reset info, for environments that were reset.
     :param wrapper_states: As in :class:`Collect`, after the last step.
     :param finished_at: ``time.monotonic()`` when the last step was done.
-    :param busy_time: Seconds spent in environments and the policy (not waiting for snapshots).
+    :param step_time: Median seconds that a group took to act and step once.
     """
 
     steps_done: tuple[int, ...]
@@ -226,7 +226,7 @@ class Collected:
     reset_infos: Mapping[int, bytes]
     wrapper_states: tuple[tuple[Any, ...], ...]
     finished_at: float
-    busy_time: float
+    step_time: float
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,39 +127,38 @@ class RolloutRunner:
             for wrapper, state in zip(member.wrappers, states, strict=True):
                 set_state(wrapper, state)
         infos: dict[tuple[int, int], bytes] = {}
-        steps_done, waited = [0] * len(self._members), 0.0
-        started, snapshot = time.monotonic(), -1
+        steps_done, step_times = [0] * len(self._members), [0.0]
+        snapshot = -1
         for t in range(self._n_steps):
             needed = t * request.n_snapshots // self._n_steps
             if needed != snapshot:
-                waited += self._switch(request, needed)
+                self._switch(request, needed)
                 snapshot = needed
+            started = time.monotonic()
             if not self._step_all(request, half, t, snapshot, steps_done, infos):
                 break
+            step_times.append((time.monotonic() - started) / len(self._members))
         reset_infos: dict[int, bytes] = {}
         for index, member in enumerate(self._members):
             self._generators.enter(index)
             self._channel.report(Activity.ACTING, member.columns.start)
             member.finish(half, steps_done[index])
             reset_infos.update(member.envs.take_reset_infos())
-        finished = time.monotonic()
         return Collected(
             steps_done=tuple(steps_done),
             infos=infos,
             reset_infos=reset_infos,
             wrapper_states=tuple(tuple(get_state(w) for w in member.wrappers) for member in self._members),
-            finished_at=finished,
-            busy_time=finished - started - waited,
+            finished_at=time.monotonic(),
+            step_time=statistics.median(step_times[1:] or step_times),
         )
 
-    def _switch(self, request: Collect, snapshot: int) -> float:
-        """Act with the given snapshot from now on; returns the seconds spent waiting for it."""
-        started = time.monotonic()
+    def _switch(self, request: Collect, snapshot: int) -> None:
+        """Act with the given snapshot from now on; waits for it if need be."""
         if snapshot > 0:  # the first one was published before the request
             self._channel.report(Activity.AWAITING_SNAPSHOT)
             self._channel.await_snapshot(request.rollout, snapshot)
         self._replica.bind(request.first_slot + snapshot)
-        return time.monotonic() - started
 
     def _step_all(
         self,

@@ -658,7 +658,7 @@ def test_two_models_do_not_share_environments_at_the_same_time(env: HTSVecEnv) -
         (HTSPPO, {"n_snapshots": 0}, "n_snapshots must be a positive integer"),
         (HTSPPO, {"n_snapshots": "4"}, "n_snapshots must be a positive integer"),
         (HTSPPO, {"correction": ["proximal"]}, "correction must be one of"),
-        (HTSPPO, {"n_envs": 4}, "n_envs=4 goes with the name of an environment only"),
+        (HTSPPO, {"n_envs": 4}, "n_envs=4 goes with the name of an environment only: leave it out"),
     ],
 )
 def test_bad_arguments(env: HTSVecEnv, algorithm: Any, kwargs: dict[str, Any], message: str) -> None:
@@ -688,6 +688,12 @@ def test_an_unknown_name_is_the_error_that_gymnasium_raises() -> None:
     for name, error in (("NoSuchGame-v0", gym.error.NameNotFound), ("CartPole-v99", gym.error.VersionNotFound)):
         with pytest.raises(error):
             HTSPPO("MlpPolicy", name, n_envs=2)
+
+
+@pytest.mark.parametrize("n_envs", [0, -1, 1.5, True, "2"])
+def test_bad_numbers_of_environments(n_envs: Any) -> None:
+    with pytest.raises(ValueError, match="n_envs must be a positive integer"):
+        HTSPPO("MlpPolicy", "CartPole-v1", n_envs=n_envs)
 
 
 def test_short_rollouts_have_fewer_snapshots(env: HTSVecEnv) -> None:
@@ -771,3 +777,13 @@ def test_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
         make_model(HTSPPO, env, verbose=1).learn(ROLLOUT)
     out = capsys.readouterr().out
     assert "HTS: 2 workers, 2 groups of 1, policy lag 1, correction 'proximal'" in out
+
+
+@pytest.mark.parametrize(("limit", "envs_per_group", "hint"), [(1e9, 1, True), (0.0, 1, False), (1e9, 2, False)])
+def test_recommends_groups_for_cheap_environments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: float, envs_per_group: int, hint: bool
+) -> None:
+    monkeypatch.setattr("sb3_hts.algorithm.CHEAP_STEP", limit)
+    with HTSVecEnv([WalkEnv] * 2, envs_per_group=envs_per_group) as env:
+        make_model(HTSPPO, env, verbose=1).learn(3 * ROLLOUT)
+    assert capsys.readouterr().out.count("envs_per_group=2) in make_vec_env()") == hint
