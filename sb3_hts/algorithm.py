@@ -208,12 +208,15 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         """Wait for the rollout in flight, replay it, launch the next one; arguments and result as in SB3.
 
         :raises WorkerError: If a worker failed.
+        :raises ValueError: If ``n_rollout_steps`` is not ``n_steps`` of the model, whose workers collect whole rollouts.
         """
         if self._run is None:
             self._run = self._start_run(env, n_rollout_steps)
         run, collector = self._run, self._run.collector
         if collector is None:
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+        if n_rollout_steps != self.n_steps:
+            raise ValueError(f"n_rollout_steps={n_rollout_steps} must be the model's n_steps={self.n_steps}.")
         assert self._last_obs is not None, "No previous observation was provided"
         self.policy.set_training_mode(False)
         rollout_buffer.reset()

@@ -27,6 +27,7 @@ from sb3_hts.protocol import (
     GetAttr,
     HasAttr,
     IsWrapped,
+    Phase,
     Render,
     Request,
     Reset,
@@ -60,7 +61,7 @@ class HTSVecEnv(VecEnv):
     :param step_timeout: Seconds without progress after which a worker that is waited for counts as hung. Must be longer than
         the longest constructor, ``reset``, ``step`` or other call of one environment. Without it a hang is not detected.
     :param on_worker_failure: What to do when a worker fails: ``"raise"``.
-    :raises ValueError: If an argument is wrong, or if environments have different spaces.
+    :raises ValueError: If an argument is wrong, or if environments have spaces of different shapes or dtypes.
     :raises WorkerError: If an environment cannot be constructed.
     """
 
@@ -92,10 +93,10 @@ class HTSVecEnv(VecEnv):
         hellos = [loads(reply.value) for reply in self.workforce.hellos()]
         spaces = [pair for pairs, _ in hellos for pair in pairs]
         for index, pair in enumerate(spaces):
-            if pair != spaces[0]:
+            if _form(pair) != _form(spaces[0]):
                 raise ValueError(
                     f"Environment {index} has the observation space {pair[0]} and the action space {pair[1]}, but "
-                    f"environment 0 has {spaces[0][0]} and {spaces[0][1]}: all environments must have the same spaces."
+                    f"environment 0 has {spaces[0][0]} and {spaces[0][1]}: all environments must have spaces of the same form."
                 )
         observation_space, action_space = spaces[0]
         self._keys = _checked_keys(observation_space)
@@ -170,6 +171,16 @@ class HTSVecEnv(VecEnv):
         """Close the environments and end the workers; works in any phase and more than once."""
         self.workforce.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self.workforce.phase is Phase.CLOSED
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a step is under way, between :meth:`step_async` and :meth:`step_wait`."""
+        return self.workforce.phase is Phase.STEPPING
+
     def __enter__(self) -> HTSVecEnv:
         return self
 
@@ -230,6 +241,17 @@ class HTSVecEnv(VecEnv):
                 raise error if isinstance(error, Exception) else worker_raised(worker, reply) from error.__cause__
         results = {worker: iter(loads(reply.value)) for worker, reply in replies.items()}
         return [next(results[placement.worker_of(index)]) for index in wanted]
+
+
+def _form(space: Any) -> Any:
+    """What shared arrays depend on. Bounds may differ: as in SB3, those of environment 0 count."""
+    match space:
+        case gym.spaces.Dict():
+            return {key: _form(part) for key, part in space.spaces.items()}
+        case gym.spaces.Tuple() | tuple():
+            return [_form(part) for part in space]
+        case _:
+            return type(space), space.shape, space.dtype
 
 
 def _checked_keys(observation_space: gym.Space[Any]) -> list[Any]:

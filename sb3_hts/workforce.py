@@ -74,6 +74,11 @@ class Workforce:
             )
         self.pool = WorkerPool(start_method, worker_main, arguments, timeout=step_timeout)
 
+    @property
+    def phase(self) -> Phase:
+        """What is under way."""
+        return self._phase
+
     # --- asking -----------------------------------------------------------------------------------------------------
 
     @contextmanager

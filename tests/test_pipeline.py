@@ -632,6 +632,8 @@ def test_rollouts_without_training(env: HTSVecEnv) -> None:
     with model._pipeline():
         for _ in range(3):
             assert model.collect_rollouts(env, callback, model.rollout_buffer, N_STEPS)
+        with pytest.raises(ValueError, match="n_rollout_steps=3 must be the model's n_steps=8"):
+            model.collect_rollouts(env, callback, model.rollout_buffer, 3)
     assert model.num_timesteps == 3 * ROLLOUT
 
 

@@ -235,7 +235,7 @@ def test_bad_environments() -> None:
         HTSVecEnv([WalkEnv, WalkEnv()])  # type: ignore[list-item]
     other = partial(WalkEnv, spaces.Discrete(4))
     for layout in ({}, {"n_workers": 1}, {"envs_per_group": 3}):
-        with pytest.raises(ValueError, match=r"Environment 2 has .* must have the same spaces"):
+        with pytest.raises(ValueError, match=r"Environment 2 has .* must have spaces of the same form"):
             HTSVecEnv([WalkEnv, WalkEnv, other], **layout)
 
 
@@ -272,6 +272,24 @@ def test_actions_that_are_not_arrays(space: spaces.Space[Any], layout: dict[str,
 def test_observation_spaces_that_sb3_does_not_support(space: spaces.Space[Any]) -> None:
     with pytest.raises(NotImplementedError, match="not supported"):
         HTSVecEnv([partial(WalkEnv, space)] * 2)
+
+
+def test_bounds_may_differ() -> None:
+    """As in SB3, the spaces of environment 0 count."""
+    assert_same_rollout([partial(WalkEnv, spaces.Box(-bound, bound, (3,))) for bound in (1, 2, 3)])
+    assert_same_rollout([partial(WalkEnv, spaces.Dict(a=spaces.Discrete(n), b=spaces.Box(-1, n, (2,)))) for n in (4, 3, 2)])
+
+
+def test_closed_and_waiting() -> None:
+    env = HTSVecEnv([WalkEnv])
+    env.reset()
+    assert (env.closed, env.waiting) == (False, False)
+    env.step_async(np.zeros(1, int))
+    assert env.waiting
+    env.step_wait()
+    assert not env.waiting
+    env.close()
+    assert env.closed
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**70])
