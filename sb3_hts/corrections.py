@@ -21,8 +21,8 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 Source = Literal["behaviour", "target"]
 
-CHUNK = 1024
-"""Rows per forward of the re-evaluation. Fixed, since other batch shapes give other bits."""
+MAX_CHUNK, CHUNK_NUMBERS = 1024, 2**22
+"""Rows per forward of the re-evaluation, and numbers in their observations: more of them fall out of the cache."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _unflatten(buffer: RolloutBuffer) -> None:
 
 @th.no_grad()
 def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :data:`CHUNK` rows.
+    """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :func:`chunk_size` rows.
 
     :return: Both ``(n_steps, n_envs)`` float32.
     """
@@ -142,8 +142,9 @@ def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDAr
         flat = observations.reshape(n_rows, *observations.shape[2:])
     actions = buffer.actions.reshape(n_rows, -1).astype(np.float32, copy=False)
     values, log_probs = np.empty(n_rows, np.float32), np.empty(n_rows, np.float32)
-    for first in range(0, n_rows, CHUNK):
-        rows = slice(first, first + CHUNK)
+    size = chunk_size(n_rows, observations)
+    for first in range(0, n_rows, size):
+        rows = slice(first, first + size)
         chunk = {key: array[rows] for key, array in flat.items()} if isinstance(flat, dict) else flat[rows]
         taken = _to_tensor(policy, actions[rows])
         if isinstance(policy.action_space, spaces.Discrete):
@@ -152,6 +153,13 @@ def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDAr
         values[rows] = value.flatten().cpu().numpy()
         log_probs[rows] = log_prob.cpu().numpy()
     return values.reshape(shape), log_probs.reshape(shape)
+
+
+def chunk_size(n_rows: int, observations: Any) -> int:
+    """Rows per forward; a function of shapes only, since other batch shapes give other bits."""
+    arrays = observations.values() if isinstance(observations, dict) else [observations]
+    numbers_per_row: int = sum(array.size for array in arrays) // n_rows
+    return max(1, min(MAX_CHUNK, CHUNK_NUMBERS // max(1, numbers_per_row)))
 
 
 def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:

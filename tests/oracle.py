@@ -214,7 +214,7 @@ class Oracle:
 
     @th.no_grad()
     def evaluate(self) -> tuple[np.ndarray, np.ndarray]:
-        """Values and log-probabilities under the learner's policy, at most 1024 rows at a time."""
+        """Values and log-probabilities under the learner's policy, small ones, at most 1024 rows at a time."""
         model, buffer = self.model, self.model.rollout_buffer
         n_rows = model.n_steps * model.n_envs
 

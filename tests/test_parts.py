@@ -18,7 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
-from sb3_hts.corrections import PPO_CORRECTIONS, correct_rollout
+from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
 from sb3_hts.lean_forward import lean_forward
 from sb3_hts.placement import Placement
 from sb3_hts.protocol import Activity
@@ -266,6 +266,17 @@ def test_weights_are_truncated_ratios() -> None:
     unweighted = buffer.returns - buffer.values
     expected = (unweighted - unweighted.mean()) * np.minimum(np.exp(behaviour - shifted), 2)
     np.testing.assert_allclose(buffer.advantages, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_re_evaluation_takes_as_many_rows_as_fit_the_cache() -> None:
+    def size(n_rows: int, *shape: int) -> int:
+        return chunk_size(n_rows, np.empty((4, n_rows // 4, *shape), np.uint8))
+
+    assert size(2048, 3) == 1024
+    assert size(64, 3) == 1024
+    assert size(1024, 4, 84, 84) == 148
+    assert size(8, 1024, 1024, 8) == 1
+    assert chunk_size(1024, {"a": np.empty((256, 4, 84, 84)), "b": np.empty((256, 4, 4, 84, 84))}) == 118
 
 
 # --- progress -------------------------------------------------------------------------------------------------------
