@@ -29,6 +29,7 @@ from sb3_hts.acting import UnportablePolicyError
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
 from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
+from sb3_hts.placement import checked_count
 from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Observation, Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
@@ -103,10 +104,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 )
             yield env
             return
-        if n_envs is not None and (isinstance(n_envs, bool) or not isinstance(n_envs, (int, np.integer)) or n_envs < 1):
-            raise ValueError(f"n_envs must be a positive integer, not {n_envs!r}.")
+        n_envs = 1 if n_envs is None else checked_count("n_envs", n_envs)
         try:
-            vec_env = make_vec_env(env, n_envs=1 if n_envs is None else n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
+            vec_env = make_vec_env(env, n_envs=n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
         except WorkerRaised as error:
             # An unknown name, a missing package: as from gym.make() in this process
             if isinstance(error.__cause__, gym.error.Error):
@@ -134,14 +134,13 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             raise ValueError(f'inference must be "auto" or "local", not {self.inference!r}.')
         if self.n_snapshots is None:
             self.n_snapshots = min(DEFAULT_SNAPSHOTS, self.n_steps)
-        if isinstance(self.n_snapshots, bool) or not isinstance(self.n_snapshots, (int, np.integer)) or self.n_snapshots < 1:
-            raise ValueError(f"n_snapshots must be a positive integer, not {self.n_snapshots!r}.")
+        self.n_snapshots = checked_count("n_snapshots", self.n_snapshots)
         if self.n_snapshots > self.n_steps:
             raise ValueError(
                 f"n_snapshots={self.n_snapshots} is more than n_steps={self.n_steps}: each snapshot needs at least one step; "
                 f"pass n_snapshots={self.n_steps} or less."
             )
-        self.policy_lag, self.n_snapshots = int(self.policy_lag), int(self.n_snapshots)
+        self.policy_lag = int(self.policy_lag)
         if self.env is not None and self.n_envs != self.env.num_envs:
             raise ValueError(
                 f"n_envs={self.n_envs} does not fit the environment, which has {self.env.num_envs}: leave it out."

@@ -62,17 +62,21 @@ def place(env_fns: Sequence[Any], envs_per_group: int | None, n_workers: int | N
                 'pass [lambda: gym.make("..."), ...] or use make_vec_env(..., vec_env_cls=HTSVecEnv).'
             )
     n_envs = len(env_fns)
-    group_size = 1 if envs_per_group is None else _count("envs_per_group", envs_per_group)
+    group_size = 1 if envs_per_group is None else checked_count("envs_per_group", envs_per_group)
     if n_envs % group_size:
         raise ValueError(f"envs_per_group={group_size} does not divide the number of environments, {n_envs}.")
     n_groups = n_envs // group_size
-    workers = n_groups if n_workers is None else _count("n_workers", n_workers)
+    workers = n_groups if n_workers is None else checked_count("n_workers", n_workers)
     if workers > n_groups:
         raise ValueError(f"n_workers={workers} is more than there are groups of environments, {n_groups}.")
     return Placement(n_envs, group_size, workers)
 
 
-def _count(name: str, value: Any) -> int:
+def checked_count(name: str, value: Any) -> int:
+    """A positive integer that a user gave, as a plain ``int``.
+
+    :raises ValueError: If it is anything else.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     return int(value)

@@ -106,7 +106,7 @@ class Workforce:
         return dict(zip(requests, replies, strict=True))
 
     def ask_all(self, requests: Sequence[Request], *blocks: SharedBlock) -> list[Any]:
-        """Send a request to each worker and wait for the values of all replies; within :meth:`idle`.
+        """Send a request to each worker and wait for all replies; within :meth:`idle`.
 
         :raises WorkerError: If a worker failed; they are all gone then.
         """
