@@ -21,7 +21,7 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 
-from sb3_hts.lean_forward import lean_forward
+from sb3_hts.lean_policy import lean_forward
 from sb3_hts.seeding import stream_seed
 from sb3_hts.shared_arrays import Array, ArraySpec, aligned, empty_aligned
 from sb3_hts.slots import ParameterSlots

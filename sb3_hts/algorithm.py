@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -29,11 +29,13 @@ from sb3_hts.acting import UnportablePolicyError
 from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
 from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
+from sb3_hts.heap import keeping_freed_memory
+from sb3_hts.lean_training import lean_training
 from sb3_hts.placement import checked_count
 from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Observation, Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
-from sb3_hts.threads import learner_threads
+from sb3_hts.threads import beside_workers
 from sb3_hts.vec_env import HTSVecEnv
 from sb3_hts.wrappers import unwrap
 
@@ -50,6 +52,7 @@ class _Run:
 
     :param collector: ``None`` if rollouts are collected by SB3's own loop.
     :param parameters: The policy's, listed once: walking through the modules takes longer than copying them.
+    :param scope: What holds for the main process as long as the run lasts.
     :param behaviour: Values of the parameters that the rollout replayed last was collected with.
     :param end: Its last observations, and whether they begin an episode; callbacks may give the model others.
     :param lag: Measured lag of that rollout, in updates.
@@ -60,6 +63,7 @@ class _Run:
 
     collector: WorkerCollector | None
     parameters: list[th.nn.Parameter]
+    scope: ExitStack = field(default_factory=ExitStack)
     behaviour: Sequence[th.Tensor] = ()
     end: tuple[Observation, npt.NDArray[np.bool_]] | None = None
     lag: float = 0.0
@@ -154,18 +158,20 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     @contextmanager
     def _pipeline(self) -> Iterator[None]:
         """The scope of one ``learn()``: nothing that it started outlives it, whatever way it ends."""
-        n_threads, grad_enabled = th.get_num_threads(), th.is_grad_enabled()
+        grad_enabled = th.is_grad_enabled()
         try:
             yield
         finally:
-            th.set_num_threads(n_threads)
             # An interrupt may have hit the middle of a "no_grad" block
             th.set_grad_enabled(grad_enabled)
             run, self._run = self._run, None
-            if run is not None and run.collector is not None:
-                self._end(run.collector)
+            if run is not None:
+                with run.scope:
+                    self._end(run.collector)
 
-    def _end(self, collector: WorkerCollector) -> None:
+    def _end(self, collector: WorkerCollector | None) -> None:
+        if collector is None:
+            return
         # A worker that failed has been reported already, or will be at the next use of the environments
         with suppress(HTSError):
             unfinished = collector.cancel()
@@ -195,9 +201,11 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, policy lag "
                 f"{self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB shared."
             )
-        if self.policy_lag > 0:
-            th.set_num_threads(learner_threads(self.policy, th.get_num_threads()))
-        return _Run(collector, list(self.policy.parameters()))
+        with ExitStack() as scope:
+            scope.enter_context(keeping_freed_memory())
+            if self.policy_lag > 0:
+                scope.enter_context(beside_workers(self.policy))
+            return _Run(collector, list(self.policy.parameters()), scope.pop_all())
 
     # --- collect ----------------------------------------------------------------------------------------------------
 
@@ -359,12 +367,11 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if run is None or run.collector is None:
             super().train()
             return
-        if run.lag > 0:
-            assert run.end is not None
-            correct_rollout(self._correction, self.policy, self.rollout_buffer, *run.end, run.changed)
-        delayed = run.lag > 0 and self._correction.gradient == "behaviour"
-        with self._publishing(run, run.collector):
-            if delayed:
+        with lean_training(self.policy), self._publishing(run, run.collector):
+            if run.lag > 0:
+                assert run.end is not None
+                correct_rollout(self._correction, self.policy, self.rollout_buffer, *run.end, run.changed)
+            if run.lag > 0 and self._correction.gradient == "behaviour":
                 with gradient_at(run.behaviour, run.parameters, self.policy.optimizer):
                     super().train()
             else:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+
+# The same functions without the conversions to enums, which would be most of a shield's cost, several times per rollout
+from _signal import getsignal as get_handler  # type: ignore[import-not-found]
+from _signal import signal as set_handler
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -47,17 +51,17 @@ class InterruptShield:
 
     def _replace(self) -> None:
         for number in SIGNALS:
-            handler = signal.getsignal(number)
+            handler = get_handler(number)
             # Ignored, default, or set from C: there is no Python handler that could interrupt the block
             if callable(handler) and handler != self._remember:
                 self._replaced[number] = handler
-                signal.signal(number, self._remember)
+                set_handler(number, self._remember)
 
     def _restore(self) -> None:
         if self._replaced:
             number, handler = self._replaced.popitem()
             try:
-                signal.signal(number, handler)
+                set_handler(number, handler)
             finally:  # a handler that is back already may raise
                 self._restore()
 

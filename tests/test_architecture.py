@@ -11,14 +11,14 @@ import sb3_hts
 
 PACKAGE = Path(sb3_hts.__file__).parent
 LAYERS = [
-    ["version", "errors", "interrupts"],
+    ["version", "errors", "interrupts", "heap"],
     ["serialization", "protocol", "seeding"],
     ["shared_arrays"],
     ["storage", "slots", "worker_status", "placement"],
     ["processes"],
     ["pool"],
-    ["registration", "wrappers", "env_group", "lean_forward", "threads"],
-    ["acting"],
+    ["registration", "wrappers", "env_group", "lean_policy", "threads"],
+    ["acting", "lean_training"],
     ["rollout_runner"],
     ["worker"],
     ["workforce"],
@@ -31,6 +31,7 @@ LAYERS = [
 ]
 WITHOUT_TORCH = [
     "errors",
+    "heap",
     "protocol",
     "seeding",
     "shared_arrays",

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch as th
 from envs import WalkEnv
-from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3 import PPO
@@ -19,7 +18,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
 from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
-from sb3_hts.lean_forward import lean_forward
 from sb3_hts.placement import Placement
 from sb3_hts.protocol import Activity
 from sb3_hts.seeding import draw_noise_key, stream_seed
@@ -183,49 +181,6 @@ def test_a_policy_that_cannot_travel_is_named() -> None:
     policy.lock = __import__("threading").Lock()
     with pytest.raises(TypeError, match=r"OddPolicy cannot be sent to the workers: .*lock"):
         dump_policy(policy, PolicyTensors(policy))
-
-
-@pytest.mark.parametrize("action_space", [spaces.Discrete(5), spaces.Box(-1, 1, (3,))], ids=["discrete", "box"])
-@pytest.mark.parametrize("shared", [True, False])
-def test_the_lean_forward_is_bitwise_the_same(action_space: Any, shared: bool) -> None:
-    policy = make_policy(ActorCriticPolicy, action_space)
-    policy.share_features_extractor = shared
-    forward = lean_forward(policy)
-    assert forward is not policy
-    for seed in range(20):
-        obs = th.randn(7, 3)
-        results = []
-        for function in (policy, forward):
-            th.manual_seed(seed)
-            with th.no_grad():
-                results.append([*function(obs), th.rand(1)])
-        assert all(th.equal(a, b) and a.dtype == b.dtype for a, b in zip(*results, strict=True))
-
-
-class OwnForward(ActorCriticPolicy):
-    def forward(self, obs: Any, deterministic: bool = False) -> Any:
-        return super().forward(obs, deterministic)
-
-
-def test_the_lean_forward_leaves_other_policies_alone() -> None:
-    own = make_policy(OwnForward)
-    assert lean_forward(own) is own
-    hooked = make_policy(ActorCriticPolicy)
-    hooked.register_forward_hook(lambda *_: None)
-    assert lean_forward(hooked) is hooked
-    patched = make_policy(ActorCriticPolicy)
-    patched.forward = lambda obs: None
-    assert lean_forward(patched) is patched
-    binary = make_policy(ActorCriticPolicy, spaces.MultiBinary(3))
-    assert lean_forward(binary) is binary
-
-
-@pytest.mark.parametrize("action_space", [spaces.Discrete(5), spaces.Box(-1, 1, (3,))], ids=["discrete", "box"])
-def test_a_policy_that_has_become_nan_is_an_error(action_space: Any) -> None:
-    policy = make_policy(ActorCriticPolicy, action_space)
-    policy.action_net.weight.data.fill_(float("nan"))
-    with pytest.raises((ValueError, RuntimeError)), th.no_grad():
-        lean_forward(policy)(th.zeros(1, 3))
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------
