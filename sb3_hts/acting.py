@@ -23,6 +23,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_hts.lean_policy import lean_forward
 from sb3_hts.seeding import stream_seed
+from sb3_hts.serialization import main_by_value
 from sb3_hts.shared_arrays import Array, ArraySpec, aligned, empty_aligned
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutLayout
@@ -178,7 +179,8 @@ def dump_policy(policy: th.nn.Module, tensors: PolicyTensors) -> bytes:
     buffer = io.BytesIO()
     numbers = {id(tensor): number for number, tensor in enumerate(tensors.tensors)}
     try:
-        _PolicyPickler(buffer, numbers).dump(policy)
+        with main_by_value():
+            _PolicyPickler(buffer, numbers).dump(policy)
     except Exception as error:
         raise UnportablePolicyError(
             f"The policy {type(policy).__name__} cannot be sent to the workers: {error}. "

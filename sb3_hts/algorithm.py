@@ -325,17 +325,19 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         }
         for t in range(replay.n_steps):
             self.num_timesteps += env.num_envs
-            step = {} if filled else replay.variables(t)
+            if filled:
+                if t in replay.telling_steps:
+                    self._update_info_buffer(replay.infos(t), replay.dones[t])
+                rollout_buffer.pos += 1
+                continue
+            step = replay.variables(t)
             if not silent:
                 variables.update(step)
                 callback.update_locals(variables)
                 if not callback.on_step():
                     return False
-            self._update_info_buffer(replay.infos[t], replay.dones[t])
-            if filled:
-                rollout_buffer.pos += 1
-            else:
-                replay.add_to(rollout_buffer, t, step, episode_starts)
+            self._update_info_buffer(step["infos"], replay.dones[t])
+            replay.add_to(rollout_buffer, t, step, episode_starts)
             if not silent:
                 self._last_obs, self._last_episode_starts = replay.observation(t + 1), replay.dones[t]
         rollout_buffer.full = True

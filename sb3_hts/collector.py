@@ -35,7 +35,7 @@ from sb3_hts.acting import PolicyTensors, Program, Publisher, dump_policy
 from sb3_hts.errors import HTSError
 from sb3_hts.interrupts import shielded
 from sb3_hts.protocol import Collect, Collected
-from sb3_hts.serialization import dumps_by_value, loads
+from sb3_hts.serialization import dumps_by_value
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import N_HALVES, Half, RolloutLayout, RolloutStorage
@@ -271,11 +271,3 @@ class WorkerCollector:
 
     def _states_of(self, states: list[Any], group: int) -> tuple[Any, ...]:
         return tuple([array[self._placement.columns_of(group)] for array in state] for state in states)
-
-
-def load_infos(rollout: Rollout, n_steps: int, n_envs: int) -> list[list[dict[str, Any]]]:
-    """The info dicts of a rollout, by step and environment; each one a dict of its own."""
-    infos = [[{"TimeLimit.truncated": False} for _ in range(n_envs)] for _ in range(n_steps)]
-    for (t, env_index), data in rollout.infos.items():
-        infos[t][env_index] = loads(data)
-    return infos

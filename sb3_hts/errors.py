@@ -39,7 +39,8 @@ class WorkerError(HTSError):
     :param env_index: Index of the environment that the worker was busy with, ``None`` if none.
     """
 
-    def __init__(self, message: str, worker: int, env_index: int | None = None) -> None:
+    # Pickle makes exceptions of their message alone, and adds the attributes afterwards
+    def __init__(self, message: str, worker: int = -1, env_index: int | None = None) -> None:
         super().__init__(message)
         self.worker = worker
         self.env_index = env_index
@@ -52,7 +53,7 @@ class WorkerRaised(WorkerError):
 class WorkerDied(WorkerError):
     """A worker process ended by itself; ``exit_code`` as in :attr:`multiprocessing.Process.exitcode`."""
 
-    def __init__(self, message: str, worker: int, env_index: int | None = None, exit_code: int | None = None) -> None:
+    def __init__(self, message: str, worker: int = -1, env_index: int | None = None, exit_code: int | None = None) -> None:
         super().__init__(message, worker, env_index)
         self.exit_code = exit_code
 

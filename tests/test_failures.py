@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -382,6 +383,8 @@ SCRIPT = """
         def forward(self, obs):
             return self.net(obs)
 
+"""
+TRAINING = """
     env = HTSVecEnv([MyEnv] * 2, start_method=START_METHOD)
     model = HTSPPO("MlpPolicy", env, n_steps=16, batch_size=16, policy_kwargs=dict(features_extractor_class=MyExtractor))
     model.learn(96)
@@ -392,7 +395,7 @@ SCRIPT = """
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize("source", ["file", "stdin"])
 def test_scripts_need_no_main_guard_and_may_forget_to_close(tmp_path: Path, source: str, start_method: str) -> None:
-    script = SCRIPT.replace("START_METHOD", repr(start_method))
+    script = (SCRIPT + TRAINING).replace("START_METHOD", repr(start_method))
     if source == "file":
         (tmp_path / "script.py").write_text(textwrap.dedent(script))
         result = run_script("", str(tmp_path / "script.py"))
@@ -401,6 +404,33 @@ def test_scripts_need_no_main_guard_and_may_forget_to_close(tmp_path: Path, sour
     assert result.returncode == 0, result.stderr
     assert result.stdout == "main module runs\n96 steps\n"
     assert "Error" not in result.stderr
+
+
+def test_processes_of_a_pool_can_train(tmp_path: Path) -> None:
+    """As hyperparameter searches do; the main module has another name there."""
+    train = textwrap.indent(textwrap.dedent(TRAINING).replace("START_METHOD", "None"), "    ")
+    pool = """
+        if __name__ == "__main__":
+            import multiprocessing
+            from concurrent.futures import ProcessPoolExecutor
+
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+                executor.submit(train).result()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + f"def train():\n{train}" + textwrap.dedent(pool))
+    result = run_script("", str(tmp_path / "script.py"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "main module runs\nmain module runs\n96 steps\n"
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerRaised("a", 1, 2), WorkerDied("b", 3, None, -9), WorkerTimeout("c", 0), ClosedError("d")]
+)
+def test_errors_can_leave_the_process(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
 
 
 @pytest.mark.parametrize("busy", [False, True])
