@@ -41,7 +41,7 @@ def lean_training(policy: ActorCriticPolicy) -> Iterator[None]:
 def _cheaper_methods(policy: ActorCriticPolicy) -> dict[str, Any]:
     modules = _modules(policy)
     methods: dict[str, Any] = {"evaluate_actions": lean_evaluation(policy)}
-    if not any(_overrides(module, "train") for module in modules):
+    if all(_has_plain_mode(module) for module in modules):
 
         def train(mode: bool = True) -> ActorCriticPolicy:
             for module in modules:
@@ -50,12 +50,18 @@ def _cheaper_methods(policy: ActorCriticPolicy) -> dict[str, Any]:
 
         methods["train"] = train
     if not any(_overrides(policy, name) for name in ("parameters", "named_parameters")):
+        stock = policy.parameters
         # In this order, each once: it decides the rounding of the gradient's norm
         parameters = dict.fromkeys(
             parameter for module in modules for parameter in module._parameters.values() if parameter is not None
         )
-        methods["parameters"] = lambda recurse=True: iter(parameters)
+        methods["parameters"] = lambda recurse=True: iter(parameters) if recurse else stock(recurse)
     return methods
+
+
+def _has_plain_mode(module: th.nn.Module) -> bool:
+    """Whether ``train()`` only sets an attribute; TorchScript and compiled modules keep their mode elsewhere."""
+    return not (_overrides(module, "train") or _overrides(module, "__setattr__") or hasattr(type(module), "training"))
 
 
 def _modules(root: th.nn.Module) -> list[th.nn.Module]:
