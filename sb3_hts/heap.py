@@ -2,7 +2,7 @@
 
 glibc gives blocks of many megabytes back to the system as soon as they are freed, and the top of its heap as soon as it
 exceeds a limit. The activations and gradients of a convolutional network are such blocks: they come and go with each
-minibatch, and the system must hand out, and clear, the same pages again and again. That can be a third of ``train()``.
+minibatch, and the system must hand out, and clear, the same pages again and again. That can be a quarter of ``train()``.
 No number changes by where it lies, as torch aligns all of its blocks.
 """
 
