@@ -59,8 +59,10 @@ def _second_team() -> Iterator[None]:
     started, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        th.zeros(LARGE_POLICY).add_(1)  # enough to be divided among threads, who then are this one's
-        started.set()
+        try:
+            th.zeros(LARGE_POLICY).add_(1)  # enough to be divided among threads, who then are this one's
+        finally:
+            started.set()
         end.wait()
 
     holder = threading.Thread(target=hold, name="second-team", daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from stable_baselines3.common.torch_layers import FlattenExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
+from sb3_hts import algorithm as pipeline
 from sb3_hts.collector import WorkerCollector
 
 N_ENVS, N_STEPS = 4, 8
@@ -378,6 +380,46 @@ def test_an_exception_leaves_nothing_in_flight_and_nothing_lost(
     assert model.num_timesteps == before + 2 * ROLLOUT
     loaded = algorithm.load(tmp_path / "model")
     assert loaded.num_timesteps == before
+
+
+@pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
+def test_episodes_are_noted_without_a_callback_too(algorithm: Any) -> None:
+    episodes = []
+    for callback in (None, lambda *_: True):
+        model = make_model(algorithm, "CartPole-v1", n_envs=N_ENVS)
+        model.learn(8 * ROLLOUT, callback)
+        episodes.append([(episode["r"], episode["l"]) for episode in model.ep_info_buffer])
+        model.env.close()
+    assert len(episodes[0]) > 4
+    assert episodes[0] == episodes[1]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
+def test_what_makes_updates_cheaper_is_in_use(
+    env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch, algorithm: Any, lag: int
+) -> None:
+    active, seen = [], []
+
+    def spying(function: Any) -> Any:
+        @contextmanager
+        def spy(*args: Any) -> Any:
+            with function(*args):
+                active.append(function.__name__)
+                yield
+                active.remove(function.__name__)
+
+        return spy
+
+    for name in ("keeping_freed_memory", "beside_workers", "lean_training"):
+        monkeypatch.setattr(pipeline, name, spying(getattr(pipeline, name)))
+    stock = algorithm.__mro__[2]
+    train = stock.train
+    monkeypatch.setattr(stock, "train", lambda self: (seen.append(set(active)), train(self)))
+    make_model(algorithm, env, policy_lag=lag).learn(2 * ROLLOUT)
+    expected = {"keeping_freed_memory", "lean_training"} | ({"beside_workers"} if lag else set())
+    assert seen == [expected] * 2
+    assert active == []
 
 
 def test_delayed_gradient_puts_the_parameters_back_after_an_error(env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
