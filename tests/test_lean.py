@@ -238,12 +238,10 @@ def test_the_second_team_lasts_as_long_as_the_block(n_threads: int) -> None:
 N_BYTES = 2**26
 
 
-def touch_a_large_block() -> None:
+def page_faults_of_a_large_block() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     th.ones(N_BYTES // 4).sum()
-
-
-def n_page_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library than glibc")
@@ -252,10 +250,10 @@ def test_freed_memory_is_kept_within_the_block_only(monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name, raising=False)
     process = psutil.Process()
     with keeping_freed_memory():
-        touch_a_large_block()
-        kept, before = process.memory_info().rss, n_page_faults()
-        touch_a_large_block()
-        assert n_page_faults() - before < N_BYTES / resource.getpagesize() / 10
+        # Several, as what others allocate in between may take a place
+        faults = [page_faults_of_a_large_block() for _ in range(5)]
+        kept = process.memory_info().rss
+    assert min(faults) < N_BYTES / resource.getpagesize() / 10
     assert process.memory_info().rss < kept - N_BYTES / 2
 
 
