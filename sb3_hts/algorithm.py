@@ -8,7 +8,6 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,8 +24,8 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_hts.acting import UnportablePolicyError
-from sb3_hts.collector import Rollout, WorkerCollector, why_not_concurrent
+from sb3_hts.collector import Collector, Rollout, make_plan
+from sb3_hts.collectors import make_collector
 from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.heap import keeping_freed_memory
@@ -37,10 +36,6 @@ from sb3_hts.replay import Observation, Replay, as_observation
 from sb3_hts.seeding import draw_noise_key
 from sb3_hts.threads import beside_workers
 from sb3_hts.vec_env import HTSVecEnv
-from sb3_hts.wrappers import unwrap
-
-CHEAP_STEP = 500e-6
-"""Seconds per environment step, acting included, below which large groups pay off."""
 
 DEFAULT_SNAPSHOTS = 4
 """Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
@@ -61,7 +56,7 @@ class _Run:
     :param n_rollouts: Rollouts replayed so far.
     """
 
-    collector: WorkerCollector | None
+    collector: Collector | None
     parameters: list[th.nn.Parameter]
     scope: ExitStack = field(default_factory=ExitStack)
     behaviour: Sequence[th.Tensor] = ()
@@ -169,7 +164,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 with run.scope:
                     self._end(run.collector)
 
-    def _end(self, collector: WorkerCollector | None) -> None:
+    def _end(self, collector: Collector | None) -> None:
         if collector is None:
             return
         # A worker that failed has been reported already, or will be at the next use of the environments
@@ -177,30 +172,20 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             unfinished = collector.cancel()
             if unfinished is not None:
                 assert self._last_episode_starts is not None
-                self._last_episode_starts = collector.last_dones(unfinished, self._last_episode_starts)
+                self._last_episode_starts = unfinished.last_dones(self._last_episode_starts)
                 self._last_obs = as_observation(unfinished.last_observations)
         collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
-        reason = why_not_concurrent(env)
-        if reason is not None:
-            if self.verbose >= 1:
-                print(f"HTS: rollouts are collected one after the other with training, because {reason}.")
-            return _Run(None, [])
         assert self._noise_key is not None
+        assert self._last_obs is not None
         sde_sample_freq = self.sde_sample_freq if self.use_sde else None
-        try:
-            collector = WorkerCollector(env, self.policy, n_steps, self.n_snapshots, self._noise_key, sde_sample_freq)
-        except UnportablePolicyError as error:
-            warnings.warn(f"Rollouts are collected one after the other with training: {error}", stacklevel=2)
+        plan = make_plan(env, self._last_obs, n_steps, self.n_snapshots, self._noise_key, sde_sample_freq)
+        collector = make_collector(env, self.policy, plan, background=self.policy_lag > 0)
+        if collector is None:
             return _Run(None, [])
         if self.verbose >= 1:
-            base = unwrap(env)[1]
-            assert isinstance(base, HTSVecEnv)
-            print(
-                f"HTS: {base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, policy lag "
-                f"{self.policy_lag}, correction {self.correction!r}, {collector.shared_nbytes / 2**20:.1f} MiB shared."
-            )
+            print(f"HTS: {collector.description}, policy lag {self.policy_lag}, correction {self.correction!r}.")
         with ExitStack() as scope:
             scope.enter_context(keeping_freed_memory())
             if self.policy_lag > 0:
@@ -244,14 +229,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         self,
         rollout: Rollout,
         run: _Run,
-        collector: WorkerCollector,
+        collector: Collector,
         env: VecEnv,
         callback: BaseCallback,
         rollout_buffer: RolloutBuffer,
     ) -> bool:
         """Replay a rollout and launch the next; false if a callback stopped the training."""
         run.behaviour = rollout.parameters
-        self._record(run, rollout)
+        self._record(run, collector, rollout)
         n_steps = len(rollout.half.dones)
         ahead = self.policy_lag > 0 and self.num_timesteps + n_steps * env.num_envs < self._total_timesteps
         # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
@@ -263,21 +248,20 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma)
+        collector.note_infos(replay.telling_infos)
         completed = self._replay(replay, env, callback, rollout_buffer, episode_starts)
         if completed and ahead and not replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         return completed
 
-    def _launch(
-        self, run: _Run, collector: WorkerCollector, callback: BaseCallback, n_rollout_steps: int, n_snapshots: int
-    ) -> None:
+    def _launch(self, run: _Run, collector: Collector, callback: BaseCallback, n_rollout_steps: int, n_snapshots: int) -> None:
         """Start the next rollout with the current parameters."""
         callback.on_rollout_start()
         assert self._last_obs is not None
         collector.start(self._last_obs, self._global_step, n_snapshots, (self._n_trained, 0))
         self._global_step += n_rollout_steps
 
-    def _record(self, run: _Run, rollout: Rollout) -> None:
+    def _record(self, run: _Run, collector: Collector, rollout: Rollout) -> None:
         """Log what the pipeline did with a rollout, and what lag it had."""
         # A snapshot after g of G gradient steps is g / G of an update newer
         updates, gradient_steps = rollout.half.versions.reshape(-1, 2).mean(axis=0).tolist()
@@ -286,19 +270,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         self.logger.record("hts/rollout_time", rollout.collect_time)
         self.logger.record("hts/wait_time", rollout.wait_time)
         self.logger.record("hts/overlap", max(0.0, 1 - rollout.wait_time / max(rollout.collect_time, 1e-9)))
-        if run.n_rollouts == 0 and self.verbose >= 1:
-            self._recommend_groups(rollout)
+        if run.n_rollouts == 0 and self.verbose >= 1 and collector.advice is not None:
+            print(f"HTS: {collector.advice}.")
         run.n_rollouts += 1
-
-    def _recommend_groups(self, rollout: Rollout) -> None:
-        assert self.env is not None
-        base = unwrap(self.env)[1]
-        assert isinstance(base, HTSVecEnv)
-        if base.envs_per_group == 1 < self.n_envs and rollout.step_time < CHEAP_STEP:
-            print(
-                f"HTS: acting and stepping take {rollout.step_time * 1e6:.0f} microseconds; larger groups of environments "
-                f"would be faster, e.g. vec_env_kwargs=dict(envs_per_group={self.n_envs}) in make_vec_env()."
-            )
 
     def _replay(
         self,
@@ -380,7 +354,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 super().train()
 
     @contextmanager
-    def _publishing(self, run: _Run, collector: WorkerCollector) -> Iterator[None]:
+    def _publishing(self, run: _Run, collector: Collector) -> Iterator[None]:
         """Publish snapshots while the block takes its gradient steps, and what is left at its end."""
         run.n_gradient_steps = self._n_gradient_steps()
         with publish_during(self.policy.optimizer, collector, self._n_trained, run.n_gradient_steps):

@@ -1,25 +1,22 @@
-"""The worker collector: one rollout at a time, collected by the workers of an ``HTSVecEnv``.
+"""What collects rollouts: one at a time, while the learner trains on the one before.
 
 ::
 
-    learner's thread                              workers
-    ----------------                              -------
-    start():  row 0, snapshot 0, Collect  ----->  act, step, act, step, ...
+    learner's thread                              those who collect
+    ----------------                              -----------------
+    start():  row 0, snapshot 0           ----->  act, step, act, step, ...
     train():  publish() snapshot 1        ----->      ... (those that need it wait here)
               publish() snapshot 2 ...    ----->      ...
-    wait():                               <-----  Collected (infos, wrapper states)
+    wait():                               <-----  the end, and the infos
               reads this half                     (the next rollout writes the other half)
 
-It owns the storage, the slots and the publisher. All its methods are the learner's thread's; anyone else who asks the
-environments waits inside ``HTSVecEnv``.
+A collector owns the storage, the slots and the publisher. All its methods are the learner's thread's.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,125 +24,149 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.vec_env import VecEnv
-from stable_baselines3.common.vec_env.util import obs_space_info
 
-from sb3_hts.acting import PolicyTensors, Program, Publisher, dump_policy
-from sb3_hts.errors import HTSError
-from sb3_hts.interrupts import shielded
-from sb3_hts.protocol import Collect, Collected
-from sb3_hts.serialization import dumps_by_value
-from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock
-from sb3_hts.slots import ParameterSlots
+from sb3_hts.acting import Manner
+from sb3_hts.replicas import Publisher
+from sb3_hts.shared_arrays import Array, ArraySpec
 from sb3_hts.storage import N_HALVES, Half, RolloutLayout, RolloutStorage
-from sb3_hts.vec_env import HTSVecEnv
-from sb3_hts.wrappers import SUPPORTED, channels_last_keys, get_state, make_template, set_state, unwrap
+from sb3_hts.wrappers import channels_last_keys, unwrap
 
 Version = tuple[int, int]
 """``(update, gradient step)``: how many updates are complete, and how many gradient steps of the next one are done."""
 
+Infos = dict[tuple[int, int], dict[str, Any]]
+"""``(t, environment)`` to info dict, for infos that are not the plain one."""
+
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the workers collected. The arrays of ``half`` are shared memory: valid until the rollout after the next starts.
+    """What was collected. The arrays of ``half`` are valid until the rollout after the next starts.
 
     :param half: The data.
     :param parameters: The policy's parameters that its first steps were made with; valid as long as ``half``.
-    :param infos: ``(t, environment)`` to serialised info dict, for infos that are not the plain one.
+    :param load_infos: Gives the info dicts; call it once.
+    :param groups: Environments of each group.
     :param steps_done: Per group; ``n_steps`` unless cancelled.
-    :param collect_time: Seconds from the launch to the last worker's last step, waits for snapshots included.
+    :param collect_time: Seconds from the launch to the last step, waits for snapshots included.
     :param wait_time: Seconds that the learner was blocked waiting for it.
-    :param step_time: Median seconds that a group took to act and step once, in the slowest worker.
     """
 
     half: Half
     parameters: list[th.Tensor]
-    infos: dict[tuple[int, int], bytes]
+    load_infos: Callable[[], Infos]
+    groups: tuple[slice, ...]
     steps_done: tuple[int, ...]
     collect_time: float
     wait_time: float
-    step_time: float
 
     @property
     def last_observations(self) -> dict[Hashable, Array]:
         """Copies of the latest observation of each environment."""
         return {key: array[-1].copy() for key, array in self.half.observations.items()}
 
+    def last_dones(self, before: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which environments begin an episode with their latest observation.
 
-def why_not_concurrent(env: VecEnv) -> str | None:
-    """Why the workers cannot collect for this environment; ``None`` if they can."""
-    wrappers, base = unwrap(env)
-    if type(base) is not HTSVecEnv:
-        return f"{type(base).__name__} is not an HTSVecEnv"
-    for wrapper in wrappers:
-        if type(wrapper) not in SUPPORTED:
-            return f"the wrapper {type(wrapper).__name__} cannot run inside the workers"
-    return None
+        :param before: The same as of the rollout's launch.
+        """
+        dones = before.copy()
+        for columns, steps in zip(self.groups, self.steps_done, strict=True):
+            if steps:
+                dones[columns] = self.half.dones[steps - 1, columns]
+        return dones
 
 
-def action_spec(action_space: spaces.Space[Any]) -> ArraySpec:
+@dataclass(frozen=True)
+class Plan:
+    """What rollouts of one ``learn()`` look like.
+
+    :param layout: Of the rollout storage.
+    :param manner: How to act.
+    :param n_snapshots: Most snapshots per rollout.
+    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
+    """
+
+    layout: RolloutLayout
+    manner: Manner
+    n_snapshots: int
+    noise_key: int
+
+    @property
+    def n_slots(self) -> int:
+        return N_HALVES * self.n_snapshots
+
+
+def make_plan(
+    env: VecEnv,
+    observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+    n_steps: int,
+    n_snapshots: int,
+    noise_key: int,
+    sde_sample_freq: int | None,
+) -> Plan:
+    """Plan rollouts.
+
+    :param env: The environments, with their wrappers.
+    :param observations: What the policy sees first. Wrappers may give other dtypes than the space says, as in SB3.
+    :param n_steps: Steps per environment and rollout.
+    :param sde_sample_freq: As in SB3, ``None`` without gSDE.
+    """
+    by_key: dict[Any, Any] = observations if isinstance(observations, dict) else {None: observations}
+    specs: dict[Hashable, ArraySpec] = {key: ArraySpec(array.shape[1:], array.dtype) for key, array in by_key.items()}
+    manner = Manner(specs, env.action_space, channels_last_keys(unwrap(env)[0]), sde_sample_freq)
+    layout = RolloutLayout(n_steps, env.num_envs, specs, _action_spec(env.action_space))
+    return Plan(layout, manner, n_snapshots, noise_key)
+
+
+def _action_spec(action_space: spaces.Space[Any]) -> ArraySpec:
     """Shape and dtype of a single action as SB3's distributions return it."""
     integral = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete))
     assert action_space.shape is not None
     return ArraySpec(tuple(action_space.shape), np.dtype(np.int64 if integral else np.float32))
 
 
-class WorkerCollector:
-    """See the module's docstring.
+@dataclass(frozen=True)
+class Job:
+    """One rollout to collect.
 
-    :param env: An ``HTSVecEnv``, bare or under supported wrappers.
-    :param policy: The learner's policy; its parameters are read at each :meth:`start` and :meth:`publish`.
-    :param n_steps: Steps per environment and rollout.
-    :param n_snapshots: Most snapshots per rollout.
-    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
-    :param sde_sample_freq: As in SB3, ``None`` without gSDE.
+    :param half: Which half of the storage to write.
+    :param first_step: Global step (never restarts) of the rollout's first step; part of the noise key.
+    :param n_snapshots: Step ``t`` acts with snapshot ``t * n_snapshots // n_steps``.
+    :param first_slot: Slot of snapshot 0; the others follow.
     """
 
-    def __init__(
-        self,
-        env: VecEnv,
-        policy: BasePolicy,
-        n_steps: int,
-        n_snapshots: int,
-        noise_key: int,
-        sde_sample_freq: int | None = None,
-    ) -> None:
-        self._wrappers, base = unwrap(env)
-        assert isinstance(base, HTSVecEnv)
-        self._workforce = base.workforce
-        self._placement = base.workforce.placement
-        self._learner = threading.current_thread()
-        keys, shapes, dtypes = obs_space_info(env.observation_space)
-        observations: dict[Hashable, ArraySpec] = {key: ArraySpec(tuple(shapes[key]), np.dtype(dtypes[key])) for key in keys}
-        layout = RolloutLayout(n_steps, env.num_envs, observations, action_spec(env.action_space))
-        tensors = PolicyTensors(policy)
-        self._max_snapshots = n_snapshots
-        slots = ParameterSlots(tensors.nbytes, N_HALVES * n_snapshots)
-        storage_block = SharedBlock(layout.nbytes)
-        self._storage = RolloutStorage(layout, storage_block)
-        self._publisher = Publisher(tensors, slots)
-        program = Program(
-            layout=layout,
-            wrappers=tuple(make_template(wrapper) for wrapper in self._wrappers),
-            policy=dump_policy(policy, tensors),
-            tensors=tuple(tensors.specs),
-            slot_nbytes=tensors.nbytes,
-            n_slots=slots.n_slots,
-            noise_key=noise_key,
-            action_space=env.action_space,
-            channels_last=channels_last_keys(self._wrappers),
-            sde_sample_freq=sde_sample_freq,
-        )
-        self.shared_nbytes = storage_block.nbytes + slots.block.nbytes
-        self._workforce.configure_rollouts(self, dumps_by_value(program), storage_block, slots.block)
-        for block in (storage_block, slots.block):
-            block.release_descriptor()
+    half: int
+    first_step: int
+    n_snapshots: int
+    first_slot: int
+
+
+class Collector(ABC):
+    """See the module's docstring.
+
+    :param plan: What to collect.
+    :param storage: Both halves.
+    :param publisher: Of the learner's policy.
+    """
+
+    description: str
+    """What collects, in a few words."""
+
+    def __init__(self, plan: Plan, storage: RolloutStorage, publisher: Publisher) -> None:
+        self._plan = plan
+        self._storage = storage
+        self._publisher = publisher
         self._half = 0
-        self.n_snapshots = self._n_published = 0
-        self._launched_at = 0.0
         self._version: Version = (0, 0)
+        self._n_published = 0
+        self.n_snapshots = 0
         self.in_flight = False
+
+    @property
+    def advice(self) -> str | None:
+        """What would be faster, judging by the latest rollout."""
+        return None
 
     @property
     def n_unpublished(self) -> int:
@@ -167,35 +188,18 @@ class WorkerCollector:
         :param version: Of the current parameters.
         """
         self._half = (self._half + 1) % N_HALVES
-        half = self._storage.halves[self._half]
-        for key, array in half.observations.items():
+        for key, array in self._storage.halves[self._half].observations.items():
             array[0] = observations if key is None else observations[key]  # type: ignore[call-overload, index]
         self.n_snapshots, self._n_published, self._version = n_snapshots, 1, version
-        first_slot = self._half * self._max_snapshots
-        self._publisher.write(first_slot, version)
-        states = [get_state(wrapper) for wrapper in self._wrappers]
-
-        def request(serial: int, worker: int) -> Collect:
-            return Collect(
-                rollout=serial,
-                half=self._half,
-                first_step=first_step,
-                n_snapshots=n_snapshots,
-                first_slot=first_slot,
-                wrapper_states=tuple(self._states_of(states, group) for group in self._placement.groups_of(worker)),
-            )
-
-        self._launched_at = time.monotonic()
-        # Together or not at all: a launch that nobody knows of would never be cancelled
-        with shielded:
-            self._workforce.start_rollout(request, self)
-            self.in_flight = True
+        job = Job(self._half, first_step, n_snapshots, self._half * self._plan.n_snapshots)
+        self._publisher.write(job.first_slot, version)
+        self._launch(job)
 
     def publish(self, version: Version) -> None:
         """Publish the current parameters as the next snapshot of the rollout in flight; only between gradient steps."""
         self._version = version
-        self._publisher.write(self._half * self._max_snapshots + self._n_published, version)
-        self._workforce.announce_snapshot(self._n_published)
+        self._publisher.write(self._half * self._plan.n_snapshots + self._n_published, version)
+        self._announce(self._n_published)
         self._n_published += 1
 
     def publish_rest(self, version: Version) -> None:
@@ -208,26 +212,11 @@ class WorkerCollector:
 
         :raises WorkerError: If a worker failed.
         """
-        # If train() has not been ours, nobody else will publish what the workers wait for
+        # If train() has not been ours, nobody else will publish what the others wait for
         self.publish_rest(self._version)
-        pool = self._workforce.pool
-        blocked_before = pool.blocked_time
-        replies = self._workforce.finish_rollout()
-        rollout = self._assemble(replies, pool.blocked_time - blocked_before)
+        rollout = self._finish()
         self.in_flight = False
         return rollout
-
-    def _assemble(self, replies: list[Collected], wait_time: float) -> Rollout:
-        infos = [item for reply in replies for item in reply.infos.items()]
-        return Rollout(
-            half=self._storage.halves[self._half],
-            parameters=self._publisher.parameters(self._half * self._max_snapshots),
-            infos=dict(infos),
-            steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
-            collect_time=max(reply.finished_at for reply in replies) - self._launched_at,
-            wait_time=wait_time,
-            step_time=max(reply.step_time for reply in replies),
-        )
 
     def cancel(self) -> Rollout | None:
         """Stop the rollout in flight at a step boundary.
@@ -237,37 +226,35 @@ class WorkerCollector:
         if not self.in_flight:
             return None
         self._n_published = self.n_snapshots  # nobody waits for snapshots any more
-        self._workforce.cancel_rollout()
-        return self.wait()
+        rollout = self._stop()
+        self.in_flight = False
+        return rollout
 
-    def last_dones(self, rollout: Rollout, before: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which environments begin an episode with their latest observation.
+    @property
+    def _data(self) -> tuple[Half, list[th.Tensor]]:
+        """The half being written, and the parameters of its first steps."""
+        return self._storage.halves[self._half], self._publisher.parameters(self._half * self._plan.n_snapshots)
 
-        :param before: The same as of the rollout's launch.
-        """
-        dones = before.copy()
-        for group, steps in enumerate(rollout.steps_done):
-            if steps:
-                columns = self._placement.columns_of(group)
-                dones[columns] = rollout.half.dones[steps - 1, columns]
-        return dones
+    @abstractmethod
+    def _launch(self, job: Job) -> None:
+        """Let the others begin, and set ``in_flight``: together or not at all."""
 
+    @abstractmethod
+    def _announce(self, snapshot: int) -> None:
+        """Say that a snapshot is in its slot."""
+
+    @abstractmethod
+    def _finish(self) -> Rollout:
+        """Wait for the end of the rollout."""
+
+    @abstractmethod
+    def _stop(self) -> Rollout:
+        """Make the others stop at the next step boundary, and wait for that."""
+
+    @abstractmethod
+    def note_infos(self, infos: Infos) -> None:
+        """Do with a rollout's infos what wrappers in the main process would have done."""
+
+    @abstractmethod
     def release(self) -> None:
-        """Give the memory back. The environments stay as they are; after a failure they are gone already."""
-        with suppress(HTSError):
-            self._workforce.release_rollouts(self)
-
-    def before_waiting(self) -> None:
-        """Publish what the workers still need: if the learner's thread is the one that waits, nobody else will."""
-        if threading.current_thread() is self._learner:
-            self.publish_rest(self._version)
-
-    def after_gathering(self, replies: Sequence[Collected]) -> None:
-        """Bring the state of the main process's wrappers up to date."""
-        for worker, reply in enumerate(replies):
-            for group, states in zip(self._placement.groups_of(worker), reply.wrapper_states, strict=True):
-                for wrapper, state in zip(self._wrappers, states, strict=True):
-                    set_state(wrapper, state, self._placement.columns_of(group))
-
-    def _states_of(self, states: list[Any], group: int) -> tuple[Any, ...]:
-        return tuple([array[self._placement.columns_of(group)] for array in state] for state in states)
+        """Give back what the collector holds. The environments stay as they are."""

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch as th
 
-from sb3_hts.collector import WorkerCollector
+from sb3_hts.collector import Collector
 
 
 @contextmanager
-def publish_during(
-    optimizer: th.optim.Optimizer, collector: WorkerCollector, update: int, n_gradient_steps: int
-) -> Iterator[None]:
+def publish_during(optimizer: th.optim.Optimizer, collector: Collector, update: int, n_gradient_steps: int) -> Iterator[None]:
     """Publish snapshot i of S after floor(i G / S) of the G gradient steps that the block takes.
 
     :param optimizer: Whose steps are counted.

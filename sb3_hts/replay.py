@@ -15,7 +15,6 @@ from stable_baselines3.common.utils import obs_as_tensor
 
 from sb3_hts.acting import to_env_actions
 from sb3_hts.collector import Rollout
-from sb3_hts.serialization import loads
 from sb3_hts.shared_arrays import Array
 
 Observation = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
@@ -34,7 +33,7 @@ class Replay:
     :param action_space: Of the environments.
     :param gamma: Discount factor, for the bootstrap of truncated episodes.
 
-    ``telling_steps`` are those at which some info says more than that no episode was truncated.
+    ``telling_infos`` are those that say more than that no episode was truncated, ``telling_steps`` their steps.
     """
 
     def __init__(self, rollout: Rollout, policy: ActorCriticPolicy, action_space: spaces.Space[Any], gamma: float) -> None:
@@ -48,8 +47,8 @@ class Replay:
         self.values = half.values.copy()
         self.log_probs = half.log_probs.copy()
         self.last_values = half.last_values.copy()
-        self._infos: dict[tuple[int, int], dict[str, Any]] = {place: loads(data) for place, data in rollout.infos.items()}
-        self.telling_steps = {t for t, _ in self._infos}
+        self.telling_infos = rollout.load_infos()
+        self.telling_steps = {t for t, _ in self.telling_infos}
         self._bonuses = self._find_bonuses(rollout, gamma)
         self._device = policy.device
         self._discrete = isinstance(action_space, spaces.Discrete)
@@ -58,7 +57,7 @@ class Replay:
         """By step and environment: the discounted value of the terminal observation where a time limit ended the episode,
         which SB3 adds to the reward (its issue 633)."""
         bonuses: dict[int, dict[int, np.float32]] = {}
-        for (t, i), info in self._infos.items():
+        for (t, i), info in self.telling_infos.items():
             truncated = info.get("TimeLimit.truncated", False) and info.get("terminal_observation") is not None
             if self.dones[t, i] and truncated:
                 bonuses.setdefault(t, {})[i] = np.float32(gamma) * rollout.half.terminal_values[t, i]
@@ -76,7 +75,7 @@ class Replay:
 
     def infos(self, t: int) -> list[dict[str, Any]]:
         """The info dicts of step ``t``; the plain ones are new at each call."""
-        return [self._infos.get((t, i), {"TimeLimit.truncated": False}) for i in range(self.n_envs)]
+        return [self.telling_infos.get((t, i), {"TimeLimit.truncated": False}) for i in range(self.n_envs)]
 
     def value_tensor(self, t: int) -> th.Tensor:
         """Values at step ``t``, ``(n_envs, 1)`` as the policy returns them; ``t = n_steps``: of the last observation."""

@@ -6,19 +6,46 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
-import numpy as np
+import torch as th
+from stable_baselines3.common.vec_env import VecEnvWrapper
 
-from sb3_hts.acting import GroupActor, Program, Replica, to_env_actions
+from sb3_hts.acting import GroupActor, Manner
 from sb3_hts.env_group import EnvGroup, GlobalGenerators, dump_infos
+from sb3_hts.lockstep import Lockstep
 from sb3_hts.protocol import Activity, Cancel, Collect, Collected, Published
+from sb3_hts.replicas import Replica, TensorSpec, load_policy
 from sb3_hts.serialization import loads
 from sb3_hts.slots import ParameterSlots
-from sb3_hts.storage import Half, RolloutStorage
+from sb3_hts.storage import Half, RolloutLayout, RolloutStorage
 from sb3_hts.worker_status import WorkerStatus
-from sb3_hts.wrappers import get_state, mount, set_state
+from sb3_hts.wrappers import Template, get_states, mount, set_states
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a worker needs to collect rollouts, apart from its environments.
+
+    :param layout: Of the rollout storage.
+    :param manner: How to act.
+    :param wrappers: Templates of the vectorized wrappers, from the innermost outwards.
+    :param policy: Result of :func:`sb3_hts.replicas.dump_policy`.
+    :param tensors: The policy's tensors, in order of their numbers.
+    :param slot_nbytes: Size of one slot.
+    :param n_slots: Number of slots, see :mod:`sb3_hts.slots`.
+    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
+    """
+
+    layout: RolloutLayout
+    manner: Manner
+    wrappers: tuple[Template, ...]
+    policy: bytes
+    tensors: tuple[TensorSpec, ...]
+    slot_nbytes: int
+    n_slots: int
+    noise_key: int
 
 
 @dataclass(frozen=True)
@@ -45,49 +72,6 @@ class Channel:
                     return
 
 
-class _Member:
-    """A group while it collects: environments, wrappers and actor."""
-
-    def __init__(self, envs: EnvGroup, replica: Replica, program: Program) -> None:
-        group = envs.first_index // envs.num_envs
-        self.envs = envs
-        self.columns = envs.columns
-        self.wrappers, self.stack = mount(program.wrappers, envs)
-        self.actor = GroupActor(replica, program, group, envs.num_envs)
-        self._action_space = program.action_space
-        self._policy = replica.policy
-
-    def step(self, half: Half, t: int, first_step: int) -> list[dict[str, Any]]:
-        """Act and step once; writes row ``t`` of this group's columns, and the observations of row ``t + 1``."""
-        columns = self.columns
-        observations = {key: array[t, columns] for key, array in half.observations.items()}
-        actions, half.values[t, columns], half.log_probs[t, columns] = self.actor.act(observations, first_step, t)
-        half.actions[t, columns] = actions
-        new_obs, rewards, dones, infos = self.stack.step(to_env_actions(self._policy, self._action_space, actions))
-        half.rewards[t, columns] = rewards
-        half.dones[t, columns] = dones
-        for key, array in half.observations.items():
-            array[t + 1, columns] = new_obs if key is None else new_obs[key]  # type: ignore[call-overload, index]
-        if dones.any():
-            self._bootstrap(half, t, dones, infos)
-        return infos
-
-    def _bootstrap(self, half: Half, t: int, dones: Any, infos: list[dict[str, Any]]) -> None:
-        for row in np.flatnonzero(dones):
-            observation = infos[row].get("terminal_observation")
-            if observation is not None and infos[row].get("TimeLimit.truncated", False):
-                half.terminal_values[t, self.columns.start + row] = self.actor.terminal_value(observation)
-
-    def finish(self, half: Half, steps_done: int) -> None:
-        """Write the value of the last observation; after a cancellation, move the last observation to where it belongs."""
-        if steps_done == len(half.dones):
-            last = {key: array[-1, self.columns] for key, array in half.observations.items()}
-            half.last_values[self.columns] = self.actor.values(last)
-            return
-        for array in half.observations.values():
-            array[-1, self.columns] = array[steps_done, self.columns]
-
-
 class RolloutRunner:
     """Collects rollouts for the groups of one worker.
 
@@ -111,8 +95,16 @@ class RolloutRunner:
         self._n_steps = program.layout.n_steps
         self._storage = storage
         self._slots = slots
-        self._replica = Replica(program, slots)
-        self._members = [_Member(group, self._replica, program) for group in groups]
+        parameters = [th.from_numpy(slot) for slot in slots.slots]
+        self._replica = Replica(program.tensors, parameters, partial(load_policy, program.policy), program.noise_key)
+        self._groups = groups
+        self._wrappers: list[list[VecEnvWrapper]] = []
+        self._members: list[Lockstep] = []
+        for group in groups:
+            wrappers, stack = mount(program.wrappers, group)
+            actor = GroupActor(self._replica, program.manner, group.first_index // group.num_envs, group.num_envs)
+            self._wrappers.append(wrappers)
+            self._members.append(Lockstep(stack, group.columns, actor, program.manner.action_space))
         self._channel = channel
         self._generators = generators
 
@@ -123,9 +115,8 @@ class RolloutRunner:
         them need the next snapshot at the same time.
         """
         half = self._storage.halves[request.half]
-        for member, states in zip(self._members, request.wrapper_states, strict=True):
-            for wrapper, state in zip(member.wrappers, states, strict=True):
-                set_state(wrapper, state)
+        for wrappers, states in zip(self._wrappers, request.wrapper_states, strict=True):
+            set_states(wrappers, states)
         infos: dict[tuple[int, int], bytes] = {}
         steps_done, step_times = [0] * len(self._members), [0.0]
         snapshot = -1
@@ -143,12 +134,12 @@ class RolloutRunner:
             self._generators.enter(index)
             self._channel.report(Activity.ACTING, member.columns.start)
             member.finish(half, steps_done[index])
-            reset_infos.update(member.envs.take_reset_infos())
+            reset_infos.update(self._groups[index].take_reset_infos())
         return Collected(
             steps_done=tuple(steps_done),
             infos=infos,
             reset_infos=reset_infos,
-            wrapper_states=tuple(tuple(get_state(w) for w in member.wrappers) for member in self._members),
+            wrapper_states=tuple(get_states(wrappers) for wrappers in self._wrappers),
             finished_at=time.monotonic(),
             step_time=statistics.median(step_times[1:] or step_times),
         )

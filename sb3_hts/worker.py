@@ -24,7 +24,6 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.vec_env.util import obs_space_info
 
-from sb3_hts.acting import Program
 from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, construct, dump_infos
 from sb3_hts.errors import ProtocolError
 from sb3_hts.protocol import (
@@ -52,7 +51,7 @@ from sb3_hts.protocol import (
     Unconfigure,
 )
 from sb3_hts.registration import load_registrations
-from sb3_hts.rollout_runner import Channel, RolloutRunner
+from sb3_hts.rollout_runner import Channel, Program, RolloutRunner
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
 from sb3_hts.slots import ParameterSlots

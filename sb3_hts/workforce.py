@@ -27,6 +27,13 @@ CANCEL_TIMEOUT = 30.0
 """Seconds without progress that a cancelled rollout may take to its next step boundary, if no ``step_timeout`` is set."""
 
 
+class Borrower(Protocol):
+    """Who steps the environments by itself for a whole rollout, in a thread of its own."""
+
+    def before_waiting(self) -> None:
+        """Called by whoever is about to ask the environments, in its own thread; returns at the rollout's end."""
+
+
 class RolloutOwner(Protocol):
     """Who is told about a rollout under way."""
 
@@ -65,6 +72,7 @@ class Workforce:
         self._collected: list[Collected] = []
         self._rollout = -1
         self._owner: RolloutOwner | None = None
+        self._borrower: Borrower | None = None
         registrations = dump_registrations()
         arguments = []
         for worker in self._everyone:
@@ -91,6 +99,8 @@ class Workforce:
         # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
         if self._phase is Phase.COLLECTING and self._owner is not None:
             self._owner.before_waiting()
+        elif self._borrower is not None:
+            self._borrower.before_waiting()
         with self._lock:
             self._become_idle()
             yield
@@ -151,6 +161,8 @@ class Workforce:
 
     def close(self) -> None:
         """Close the environments and end the workers; works in any phase and more than once."""
+        if self._borrower is not None:
+            self._borrower.before_waiting()
         with self._lock:
             if self._phase is Phase.COLLECTING:
                 self.cancel_rollout()
@@ -178,6 +190,15 @@ class Workforce:
             replies = self._receive_all(Stepped)
             self._phase = Phase.IDLE
             return replies
+
+    def lend(self, borrower: Borrower) -> None:
+        """Make everybody else wait until :meth:`take_back`, by asking the borrower."""
+        self._borrower = borrower
+
+    def take_back(self, borrower: Borrower) -> None:
+        """End :meth:`lend`; does nothing for anybody but the present borrower."""
+        if self._borrower is borrower:
+            self._borrower = None
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,13 @@
 """SB3's vectorized wrappers, once in the main process over all environments and once in the workers over each group.
 
-Only wrappers that act on each environment alone can be split like that, and only those that are known to:
-:data:`SUPPORTED`. A wrapper's *template* is what makes another like it over a group; its *state* is what it carries from
-one step to the next, by environment.
+Only wrappers that act on each environment alone can be split like that, and only those that are known to
+(:mod:`sb3_hts.wrapper_states`). A wrapper's *template* is what makes another like it over a group.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,12 @@ from stable_baselines3.common.vec_env import (
     VecEnvWrapper,
     VecExtractDictObs,
     VecFrameStack,
+    VecMonitor,
+    VecNormalize,
     VecTransposeImage,
 )
-from stable_baselines3.common.vec_env.stacked_observations import StackedObservations
 
-SUPPORTED: tuple[type[VecEnvWrapper], ...] = (VecTransposeImage, VecFrameStack, VecExtractDictObs)
-"""Matched by exact type: a subclass may do anything."""
+from sb3_hts.wrapper_states import PORTS
 
 
 def unwrap(env: VecEnv) -> tuple[list[VecEnvWrapper], VecEnv]:
@@ -38,9 +37,19 @@ def unwrap(env: VecEnv) -> tuple[list[VecEnvWrapper], VecEnv]:
     return wrappers, env
 
 
+def why_not_split(wrappers: Sequence[VecEnvWrapper]) -> str | None:
+    """Why these wrappers cannot run over each group by itself; ``None`` if they can."""
+    for wrapper in wrappers:
+        if type(wrapper) not in PORTS:
+            return f"the wrapper {type(wrapper).__name__} cannot run inside the workers"
+    if sum(isinstance(wrapper, VecMonitor) for wrapper in wrappers) > 1:
+        return "there is more than one VecMonitor"
+    return None
+
+
 @dataclass(frozen=True)
 class Template:
-    """A wrapper without its environments: its class, and its attributes for a group of one size.
+    """A wrapper without its environments: its class, and its attributes.
 
     Not the wrapper itself, since SB3's wrappers look up unknown attributes in their environments and so cannot be pickled
     without any.
@@ -51,19 +60,19 @@ class Template:
 
     def mount(self, env: VecEnv) -> VecEnvWrapper:
         """A new wrapper over a group."""
-        wrapper = object.__new__(self.wrapper_class)
+        port = PORTS[self.wrapper_class]
+        wrapper = object.__new__(port.worker_class)
         vars(wrapper).update(deepcopy(self.attributes))
         wrapper.num_envs = env.num_envs
         wrapper.venv = env
-        wrapper.class_attributes = dict(inspect.getmembers(self.wrapper_class))
-        for stack in _frame_stacks(wrapper):
-            stack.stacked_obs = stack.stacked_obs[: env.num_envs].copy()
+        wrapper.class_attributes = dict(inspect.getmembers(port.worker_class))
         return wrapper
 
 
 def make_template(wrapper: VecEnvWrapper) -> Template:
     """The template of a wrapper of the main process."""
-    attributes = {name: value for name, value in vars(wrapper).items() if name not in ("venv", "class_attributes")}
+    left_behind = {"venv", "class_attributes", *PORTS[type(wrapper)].state}
+    attributes = {name: value for name, value in vars(wrapper).items() if name not in left_behind}
     return Template(type(wrapper), attributes)
 
 
@@ -79,6 +88,41 @@ def mount(templates: Sequence[Template], env: VecEnv) -> tuple[list[VecEnvWrappe
     return wrappers, env
 
 
+def get_states(wrappers: Sequence[VecEnvWrapper], columns: slice = slice(None)) -> tuple[Any, ...]:
+    """The state of each wrapper for some environments."""
+    return tuple(PORTS[type(wrapper)].get(wrapper, columns) for wrapper in wrappers)
+
+
+def set_states(wrappers: Sequence[VecEnvWrapper], states: Sequence[Any]) -> None:
+    """Give a group's wrappers the state of the main process's."""
+    for wrapper, state in zip(wrappers, states, strict=True):
+        PORTS[type(wrapper)].set(wrapper, state)
+
+
+def merge_states(wrappers: Sequence[VecEnvWrapper], groups: Sequence[Sequence[Any]]) -> list[str]:
+    """Bring the main process's wrappers up to date.
+
+    :param groups: Result of :func:`get_states` for each group, in group order.
+    :return: What to warn the user of.
+    """
+    messages: list[str] = []
+    for wrapper, *states in zip(wrappers, *groups, strict=True):
+        messages += PORTS[type(wrapper)].merge(wrapper, states)
+    return messages
+
+
+def write_episodes(wrappers: Sequence[VecEnvWrapper], infos: Mapping[tuple[int, int], dict[str, Any]]) -> None:
+    """Write the episodes that ended in a rollout to the file of a ``VecMonitor``.
+
+    :param infos: By ``(t, environment)``.
+    """
+    for wrapper in wrappers:
+        if isinstance(wrapper, VecMonitor) and wrapper.results_writer is not None:
+            for place in sorted(infos):
+                if "terminal_observation" in infos[place]:
+                    wrapper.results_writer.write_row(infos[place]["episode"])
+
+
 def channels_last_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:
     """Observation keys (``None`` without a Dict space) whose arrays SB3 hands to the policy as views of transposed images.
 
@@ -91,24 +135,8 @@ def channels_last_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:
                 keys |= set(getattr(wrapper, "image_space_keys", [None]))
             case VecFrameStack():
                 keys.clear()  # it copies into an array of its own
+            case VecNormalize(norm_obs=True):  # its statistics are not transposed, and numpy follows them
+                keys -= set([None] if wrapper.norm_obs_keys is None else wrapper.norm_obs_keys)
             case VecExtractDictObs():
                 keys = {None} if wrapper.key in keys else set()
     return frozenset(keys)
-
-
-def get_state(wrapper: VecEnvWrapper, columns: slice = slice(None)) -> Any:
-    """The state of some environments: a list of arrays, empty if the wrapper has no state."""
-    return [stack.stacked_obs[columns].copy() for stack in _frame_stacks(wrapper)]
-
-
-def set_state(wrapper: VecEnvWrapper, state: Any, columns: slice = slice(None)) -> None:
-    """Counterpart of :func:`get_state`."""
-    for stack, array in zip(_frame_stacks(wrapper), state, strict=True):
-        stack.stacked_obs[columns] = array
-
-
-def _frame_stacks(wrapper: VecEnvWrapper) -> list[StackedObservations[Any]]:
-    if not isinstance(wrapper, VecFrameStack):
-        return []
-    stacked = wrapper.stacked_obs
-    return list(getattr(stacked, "sub_stacked_observations", {None: stacked}).values())

@@ -7,14 +7,16 @@ A serial loop collects each rollout with the parameters of the schedule, one pol
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch as th
 from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import obs_as_tensor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper, VecNormalize
 
 from sb3_hts.seeding import stream_seed
 
@@ -31,12 +33,94 @@ def load(policy: th.nn.Module, tensors: Tensors) -> None:
         target.copy_(source)
 
 
+RETURNS = object()
+
+
+class Feed(VecEnvWrapper):
+    """A few of the environments below; returns what it is given."""
+
+    def __init__(self, venv: VecEnv, n_envs: int) -> None:
+        super().__init__(venv)
+        self.num_envs = n_envs
+        self.data: Any = None
+
+    def step_wait(self) -> Any:
+        return self.data
+
+    def reset(self) -> Any:
+        return self.data
+
+
+class GroupedNormalize(VecNormalize):
+    """The rule for ``VecNormalize`` over several groups: within a rollout each group has a stock ``VecNormalize`` of its own,
+    which begins with the merged statistics; at the end the moments of what each has seen are merged in group order."""
+
+    group_size = 0
+
+    def begin(self) -> None:
+        self.parts = []
+        for first in range(0, self.num_envs, self.group_size):
+            part = VecNormalize(Feed(self.venv, self.group_size))
+            own = ("venv", "num_envs", "class_attributes", "parts", "seen")
+            shared = {name: value for name, value in vars(self).items() if name not in own}
+            vars(part).update(deepcopy(shared))
+            part.returns = self.returns[first : first + self.group_size]
+            self.parts.append(part)
+        self.seen = [{name: RunningMeanStd(epsilon=0, shape=rms.mean.shape) for name, rms in self.named()} for _ in self.parts]
+
+    def named(self) -> list[tuple[Any, RunningMeanStd]]:
+        rms: Any = vars(self).get("obs_rms", {})
+        return [*(rms.items() if isinstance(rms, dict) else [(None, rms)]), (RETURNS, self.ret_rms)]
+
+    def step_wait(self) -> Any:
+        if "parts" not in vars(self):
+            return super().step_wait()
+        obs, rewards, dones, infos = self.venv.step_wait()
+        self.old_obs, self.old_reward = obs, rewards
+        results = []
+        for group, part in enumerate(self.parts):
+            rows = slice(group * self.group_size, (group + 1) * self.group_size)
+            part.venv.data = cut(obs, rows), rewards[rows], dones[rows], infos[rows]
+            before = part.returns
+            results.append(part.step_wait())
+            if self.training:
+                for name, rms in self.seen[group].items():
+                    if name is RETURNS:
+                        rms.update(before * self.gamma + rewards[rows])
+                    else:
+                        rms.update(cut(obs, rows) if name is None else obs[name][rows])  # type: ignore[index, call-overload]
+        outputs = list(zip(*results, strict=True))
+        self.returns = np.concatenate([part.returns for part in self.parts])
+        return join(outputs[0]), np.concatenate(outputs[1]), dones, infos
+
+    def end(self) -> None:
+        for moments in self.seen:
+            for name, rms in self.named():
+                news = moments[name]
+                if news.count:
+                    rms.update_from_moments(news.mean, news.var, news.count)
+        del self.parts
+
+
+def cut(observations: Any, rows: slice) -> Any:
+    if isinstance(observations, dict):
+        return {key: array[rows] for key, array in observations.items()}
+    return observations[rows]
+
+
+def join(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], dict):
+        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return np.concatenate(parts)
+
+
 class Oracle:
     """Trains like HTS-RL, the slow and obvious way.
 
     :param algorithm: Stock ``PPO`` or ``A2C``.
     :param env_fns: The environments.
-    :param wrap: Puts vectorized wrappers over the ``DummyVecEnv``.
+    :param wrap: Puts vectorized wrappers over the ``DummyVecEnv``; ``GroupedNormalize`` instead of ``VecNormalize``, unless
+        there is one group.
     """
 
     def __init__(
@@ -93,6 +177,9 @@ class Oracle:
         assert env is not None
         model.rollout_buffer.reset()
         state = th.get_rng_state()
+        normalize = model.get_vec_normalize_env()
+        if isinstance(normalize, GroupedNormalize):
+            normalize.begin()
         exploration: dict[int, Any] = {}
         for t in range(model.n_steps):
             load(self.actor, snapshots[t * len(snapshots) // model.n_steps])
@@ -110,22 +197,17 @@ class Oracle:
             model._last_obs, model._last_episode_starts = new_obs, dones
         last_values = th.cat([self.actor.predict_values(obs) for obs in self.groups(model._last_obs)])
         model.rollout_buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
+        if isinstance(normalize, GroupedNormalize):
+            normalize.end()
         th.set_rng_state(state)
 
     def groups(self, observations: Any) -> list[Any]:
         """Observations of each group, as freshly allocated tensors."""
         size = self.group_size
-
-        def cut(array: np.ndarray, first: int) -> np.ndarray:
-            return array[first : first + size]
-
-        n_envs = self.model.n_envs
+        parts = [cut(observations, slice(first, first + size)) for first in range(0, self.model.n_envs, size)]
         if isinstance(observations, dict):
-            parts: list[Any] = [
-                {key: cut(array, first) for key, array in observations.items()} for first in range(0, n_envs, size)
-            ]
             return [{key: tensor.clone() for key, tensor in obs_as_tensor(part, "cpu").items()} for part in parts]
-        return [obs_as_tensor(cut(observations, first), "cpu").clone() for first in range(0, n_envs, size)]
+        return [obs_as_tensor(part, "cpu").clone() for part in parts]
 
     def forward(self, t: int, exploration: dict[int, Any]) -> tuple[np.ndarray, th.Tensor, th.Tensor]:
         results = []
@@ -204,7 +286,7 @@ class Oracle:
         with th.no_grad():
             obs: Any = model._last_obs
             copies = obs if isinstance(obs, dict) else {None: obs}
-            copies = {key: th.tensor(np.ascontiguousarray(array)) for key, array in copies.items()}
+            copies = {key: th.tensor(array.copy(order="C")) for key, array in copies.items()}
             obs = copies if isinstance(obs, dict) else copies[None]
             last_values = model.policy.predict_values(obs)
         buffer.compute_returns_and_advantage(last_values=last_values, dones=model._last_episode_starts)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch as th
 from envs import WalkEnv
+from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stable_baselines3 import PPO
@@ -16,13 +19,13 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts import HTSVecEnv, shared_arrays, threads
-from sb3_hts.acting import PolicyTensors, Program, Publisher, Replica, dump_policy
 from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
 from sb3_hts.placement import Placement
 from sb3_hts.protocol import Activity
+from sb3_hts.randomness import DrawingFrom
+from sb3_hts.replicas import PolicyTensors, Publisher, Replica, UnportablePolicyError, copy_policy, dump_policy, load_policy
 from sb3_hts.seeding import draw_noise_key, stream_seed
-from sb3_hts.shared_arrays import ALIGNMENT, ArraySpec, SharedBlock, block_nbytes, carve
-from sb3_hts.slots import ParameterSlots
+from sb3_hts.shared_arrays import ALIGNMENT, ArraySpec, SharedBlock, aligned, block_nbytes, carve
 from sb3_hts.storage import RolloutLayout, RolloutStorage
 from sb3_hts.worker_status import ProgressWatch, WorkerStatus
 
@@ -127,35 +130,25 @@ def make_policy(cls: Any = OddPolicy, action_space: Any = None) -> Any:
     return PPO(cls, DummyVecEnv([lambda: WalkEnv(None, action_space)]), device="cpu", seed=0).policy
 
 
-def replicate(policy: Any, n_slots: int = 2) -> tuple[Replica, Publisher]:
+def send_policy(policy: Any, tensors: PolicyTensors, own: list[th.Tensor]) -> Any:
+    return load_policy(dump_policy(policy, tensors), own)
+
+
+def replicate(policy: Any, transfer: Any = send_policy, n_slots: int = 2) -> tuple[Replica, Publisher]:
     tensors = PolicyTensors(policy)
-    slots = ParameterSlots(tensors.nbytes, n_slots)
-    publisher = Publisher(tensors, slots)
-    layout = RolloutLayout(1, 1, {None: ArraySpec((3,), np.dtype(np.float32))}, ArraySpec((), np.dtype(np.int64)))
-    program = Program(
-        layout=layout,
-        wrappers=(),
-        policy=dump_policy(policy, tensors),
-        tensors=tuple(tensors.specs),
-        slot_nbytes=tensors.nbytes,
-        n_slots=n_slots,
-        noise_key=0,
-        action_space=policy.action_space,
-        channels_last=frozenset(),
-        sde_sample_freq=None,
-    )
-    replica = Replica(program, slots)
-    slots.block.release_descriptor()
-    return replica, publisher
+    slots = list(th.zeros((n_slots, aligned(tensors.nbytes)), dtype=th.uint8))
+    publisher = Publisher(tensors, slots, np.zeros((n_slots, 2), np.int64))
+    return Replica(tensors.specs, slots, partial(transfer, policy, tensors), noise_key=0), publisher
 
 
 def state(policy: Any) -> dict[str, th.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
 
 
-def test_a_replica_shows_what_is_published() -> None:
+@pytest.mark.parametrize("transfer", [send_policy, copy_policy])
+def test_a_replica_shows_what_is_published(transfer: Any) -> None:
     policy = make_policy()
-    replica, publisher = replicate(policy)
+    replica, publisher = replicate(policy, transfer)
     publisher.write(0, (0, 0))
     first = state(policy)
     for tensor in [*policy.parameters(), *policy.buffers()]:
@@ -178,9 +171,54 @@ def test_a_replica_shows_what_is_published() -> None:
 
 def test_a_policy_that_cannot_travel_is_named() -> None:
     policy = make_policy()
-    policy.lock = __import__("threading").Lock()
-    with pytest.raises(TypeError, match=r"OddPolicy cannot be sent to the workers: .*lock"):
+    policy.features_extractor.lock = threading.Lock()
+    with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be pickled .*'_thread.lock'"):
         dump_policy(policy, PolicyTensors(policy))
+    with pytest.raises(UnportablePolicyError, match=r"policy cannot be copied: .*lock"):
+        copy_policy(policy, PolicyTensors(policy), PolicyTensors(policy).tensors)
+
+
+def test_exploration_matrices_are_copied_too() -> None:
+    policy = PPO("MlpPolicy", DummyVecEnv([lambda: WalkEnv(None, spaces.Box(-1, 1, (2,)))]), use_sde=True, device="cpu").policy
+    policy.reset_noise(3)
+    replica, _ = replicate(policy, copy_policy)
+    theirs: Any = replica.policy.action_dist
+    assert th.equal(theirs.exploration_mat, policy.action_dist.exploration_mat)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: th.distributions.Categorical(logits=th.zeros(5)).sample((7,)),
+        lambda: th.distributions.Bernoulli(th.full((9,), 0.5)).sample(),
+        lambda: th.distributions.Normal(th.zeros(4), th.ones(4)).rsample(),
+        lambda: th.distributions.Beta(th.ones(4), th.ones(4)).sample() + th.distributions.Gamma(th.ones(4), 1.0).sample(),
+        lambda: th.distributions.Binomial(9, th.full((4,), 0.5)).sample() + th.distributions.Poisson(th.ones(4)).sample(),
+        lambda: th.empty(4).uniform_(),
+        lambda: th.randn(4) + th.rand(4) + th.randint(9, (4,)) + th.randperm(4),
+    ],
+)
+def test_a_private_generator_leaves_the_global_one_alone(draw: Any) -> None:
+    """And gives what the global one would give for the same seed."""
+    th.manual_seed(1)
+    expected = draw()
+    th.manual_seed(2)
+    before = th.get_rng_state()
+    with DrawingFrom(th.Generator().manual_seed(1)):
+        assert th.equal(draw(), expected)
+    assert th.equal(th.get_rng_state(), before)
+
+
+def test_a_private_generator_is_for_one_thread() -> None:
+    drawn: list[Any] = []
+    th.manual_seed(3)
+    expected = th.rand(4)
+    th.manual_seed(3)
+    with DrawingFrom(th.Generator().manual_seed(1)):
+        thread = threading.Thread(target=lambda: drawn.append(th.rand(4)))
+        thread.start()
+        thread.join()
+    assert th.equal(drawn[0], expected)
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------

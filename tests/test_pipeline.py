@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.torch_layers import FlattenExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecMonitor
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
 from sb3_hts import algorithm as pipeline
-from sb3_hts.collector import WorkerCollector
+from sb3_hts.worker_collector import WorkerCollector
 
 N_ENVS, N_STEPS = 4, 8
 ROLLOUT = N_ENVS * N_STEPS
@@ -757,15 +757,33 @@ def test_a_failing_constructor_closes_the_environment_that_it_made() -> None:
 # --- other environments, buffers, logs ------------------------------------------------------------------------------
 
 
-def test_other_environments_are_collected_by_sb3s_own_loop(capsys: pytest.CaptureFixture[str], env: HTSVecEnv) -> None:
-    results = []
-    for algorithm in (HTSPPO, PPO):
-        model = algorithm("MlpPolicy", DummyVecEnv([WalkEnv] * N_ENVS), **PPO_KWARGS, verbose=algorithm is HTSPPO)
-        results.append(parameters(model.learn(3 * ROLLOUT)))
-    assert same(*results)
-    assert "because DummyVecEnv is not an HTSVecEnv" in capsys.readouterr().out
-    make_model(HTSPPO, VecMonitor(env), verbose=1).learn(ROLLOUT)
-    assert "because the wrapper VecMonitor cannot run inside the workers" in capsys.readouterr().out
+class Unknown(VecEnvWrapper):
+    """No wrapper that the package knows."""
+
+    def reset(self) -> Any:
+        return self.venv.reset()
+
+    def step_wait(self) -> Any:
+        return self.venv.step_wait()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (None, "DummyVecEnv is not an HTSVecEnv"),
+        (Unknown, "the wrapper Unknown cannot run inside the workers"),
+        (lambda env: VecMonitor(VecMonitor(env)), "there is more than one VecMonitor"),
+    ],
+)
+def test_says_once_which_collector_is_used_and_why(
+    capsys: pytest.CaptureFixture[str], env: HTSVecEnv, wrap: Any, reason: str
+) -> None:
+    model = make_model(HTSPPO, wrap(env) if wrap else DummyVecEnv([WalkEnv] * N_ENVS), verbose=1)
+    model.learn(3 * ROLLOUT)
+    out = capsys.readouterr().out
+    sentence = f"HTS: a thread of this process steps all environments in lockstep, because {reason}, policy lag 1"
+    assert out.count("HTS: ") == out.count(sentence) == 1
+    assert model.num_timesteps == 3 * ROLLOUT
 
 
 class ParametrizedExtractor(FlattenExtractor):
@@ -779,12 +797,31 @@ class ParametrizedExtractor(FlattenExtractor):
         return self.normed(super().forward(observations))
 
 
-def test_policies_that_cannot_be_sent_are_run_by_sb3s_own_loop(env: HTSVecEnv) -> None:
+def test_policies_that_cannot_be_sent_act_in_a_thread(env: HTSVecEnv) -> None:
     kwargs: dict[str, Any] = {**PPO_KWARGS, "policy_kwargs": {"features_extractor_class": ParametrizedExtractor}}
     model = HTSPPO("MlpPolicy", env, **kwargs)
-    with pytest.warns(UserWarning, match="ActorCriticPolicy cannot be sent to the workers: Serialization of parametrized"):
+    with pytest.warns(UserWarning, match=r"because policy.features_extractor.normed cannot be pickled .*parametrized"):
         model.learn(3 * ROLLOUT)
     assert model.num_timesteps == 3 * ROLLOUT
+    reference = HTSPPO("MlpPolicy", DummyVecEnv([WalkEnv] * N_ENVS), **kwargs).learn(3 * ROLLOUT)
+    assert same(parameters(model), parameters(reference))
+
+
+class LockedExtractor(FlattenExtractor):
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space)
+        self.lock = threading.Lock()
+
+
+def test_policies_that_cannot_even_be_copied_are_run_by_sb3s_own_loop() -> None:
+    results = []
+    for algorithm in (HTSPPO, PPO):
+        kwargs: dict[str, Any] = {**PPO_KWARGS, "policy_kwargs": {"features_extractor_class": LockedExtractor}}
+        model = algorithm("MlpPolicy", DummyVecEnv([WalkEnv] * N_ENVS), **kwargs)
+        with nullcontext() if algorithm is PPO else pytest.warns(UserWarning, match=r"cannot be copied: .*lock"):
+            model.learn(3 * ROLLOUT)
+        results.append(parameters(model))
+    assert same(*results)
 
 
 class CountingBuffer(RolloutBuffer):
@@ -820,14 +857,14 @@ def test_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     with HTSVecEnv([WalkEnv] * 2) as env:
         make_model(HTSPPO, env, verbose=1).learn(ROLLOUT)
     out = capsys.readouterr().out
-    assert "HTS: 2 workers, 2 groups of 1, policy lag 1, correction 'proximal'" in out
+    assert "HTS: 2 workers, 2 groups of 1, 0.0 MiB shared, policy lag 1, correction 'proximal'." in out
 
 
 @pytest.mark.parametrize(("limit", "envs_per_group", "hint"), [(1e9, 1, True), (0.0, 1, False), (1e9, 2, False)])
 def test_recommends_groups_for_cheap_environments(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: float, envs_per_group: int, hint: bool
 ) -> None:
-    monkeypatch.setattr("sb3_hts.algorithm.CHEAP_STEP", limit)
+    monkeypatch.setattr("sb3_hts.worker_collector.CHEAP_STEP", limit)
     with HTSVecEnv([WalkEnv] * 2, envs_per_group=envs_per_group) as env:
         make_model(HTSPPO, env, verbose=1).learn(3 * ROLLOUT)
     assert capsys.readouterr().out.count("envs_per_group=2) in make_vec_env()") == hint

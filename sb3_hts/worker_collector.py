@@ -1,0 +1,150 @@
+"""The worker collector: the workers of an ``HTSVecEnv`` collect, each group by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch as th
+from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.vec_env import VecEnv
+
+from sb3_hts.collector import Collector, Infos, Job, Plan, Rollout
+from sb3_hts.errors import HTSError
+from sb3_hts.interrupts import shielded
+from sb3_hts.protocol import Collect, Collected
+from sb3_hts.replicas import PolicyTensors, Publisher, dump_policy
+from sb3_hts.rollout_runner import Program
+from sb3_hts.serialization import dumps_by_value, loads
+from sb3_hts.shared_arrays import SharedBlock
+from sb3_hts.slots import ParameterSlots
+from sb3_hts.storage import RolloutStorage
+from sb3_hts.vec_env import HTSVecEnv
+from sb3_hts.wrappers import get_states, make_template, merge_states, unwrap, why_not_split, write_episodes
+
+CHEAP_STEP = 500e-6
+"""Seconds per environment step, acting included, below which large groups pay off."""
+
+
+def why_not_in_workers(env: VecEnv) -> str | None:
+    """Why the workers cannot collect for this environment; ``None`` if they can."""
+    wrappers, base = unwrap(env)
+    if type(base) is not HTSVecEnv:
+        return f"{type(base).__name__} is not an HTSVecEnv"
+    return why_not_split(wrappers)
+
+
+class WorkerCollector(Collector):
+    """See the module's docstring. Anyone else who asks the environments waits inside ``HTSVecEnv``.
+
+    :param env: An ``HTSVecEnv``, bare or under wrappers that can be split.
+    :param policy: The learner's policy; its parameters are read at each :meth:`start` and :meth:`publish`.
+    :param plan: What to collect.
+    :raises UnportablePolicyError: If the policy cannot be sent to the workers.
+    """
+
+    def __init__(self, env: VecEnv, policy: ActorCriticPolicy, plan: Plan) -> None:
+        self._wrappers, base = unwrap(env)
+        assert isinstance(base, HTSVecEnv)
+        self._workforce = base.workforce
+        self._placement = base.workforce.placement
+        self._learner = threading.current_thread()
+        tensors = PolicyTensors(policy)
+        program = Program(
+            layout=plan.layout,
+            manner=plan.manner,
+            wrappers=tuple(make_template(wrapper) for wrapper in self._wrappers),
+            policy=dump_policy(policy, tensors),
+            tensors=tuple(tensors.specs),
+            slot_nbytes=tensors.nbytes,
+            n_slots=plan.n_slots,
+            noise_key=plan.noise_key,
+        )
+        slots = ParameterSlots(tensors.nbytes, plan.n_slots)
+        storage_block = SharedBlock(plan.layout.nbytes)
+        publisher = Publisher(tensors, [th.from_numpy(slot) for slot in slots.slots], slots.versions)
+        super().__init__(plan, RolloutStorage(plan.layout, storage_block), publisher)
+        self.description = (
+            f"{base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, "
+            f"{(storage_block.nbytes + slots.block.nbytes) / 2**20:.1f} MiB shared"
+        )
+        self._workforce.configure_rollouts(self, dumps_by_value(program), storage_block, slots.block)
+        for block in (storage_block, slots.block):
+            block.release_descriptor()
+        self._launched_at = 0.0
+        self._warnings: list[str] = []
+        self._step_time = 0.0
+
+    @property
+    def advice(self) -> str | None:
+        placement = self._placement
+        if placement.envs_per_group > 1 or placement.n_envs == 1 or self._step_time >= CHEAP_STEP:
+            return None
+        return (
+            f"acting and stepping take {self._step_time * 1e6:.0f} microseconds; larger groups of environments "
+            f"would be faster, e.g. vec_env_kwargs=dict(envs_per_group={placement.n_envs}) in make_vec_env()"
+        )
+
+    def _launch(self, job: Job) -> None:
+        def request(serial: int, worker: int) -> Collect:
+            groups = self._placement.groups_of(worker)
+            return Collect(
+                rollout=serial,
+                half=job.half,
+                first_step=job.first_step,
+                n_snapshots=job.n_snapshots,
+                first_slot=job.first_slot,
+                wrapper_states=tuple(get_states(self._wrappers, self._placement.columns_of(group)) for group in groups),
+            )
+
+        self._launched_at = time.monotonic()
+        # Together or not at all: a launch that nobody knows of would never be cancelled
+        with shielded:
+            self._workforce.start_rollout(request, self)
+            self.in_flight = True
+
+    def _announce(self, snapshot: int) -> None:
+        self._workforce.announce_snapshot(snapshot)
+
+    def _finish(self) -> Rollout:
+        pool = self._workforce.pool
+        blocked_before = pool.blocked_time
+        replies = self._workforce.finish_rollout()
+        half, parameters = self._data
+        self._step_time = max(reply.step_time for reply in replies)
+        messages, self._warnings = self._warnings, []
+        for message in messages:
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return Rollout(
+            half=half,
+            parameters=parameters,
+            load_infos=lambda: {place: loads(info) for reply in replies for place, info in reply.infos.items()},
+            groups=tuple(self._placement.columns_of(group) for group in range(self._placement.n_groups)),
+            steps_done=tuple(steps for reply in replies for steps in reply.steps_done),
+            collect_time=max(reply.finished_at for reply in replies) - self._launched_at,
+            wait_time=pool.blocked_time - blocked_before,
+        )
+
+    def _stop(self) -> Rollout:
+        self._workforce.cancel_rollout()
+        return self._finish()
+
+    def note_infos(self, infos: Infos) -> None:
+        write_episodes(self._wrappers, infos)
+
+    def release(self) -> None:
+        """Give the memory back. After a failure the workers are gone already."""
+        with suppress(HTSError):
+            self._workforce.release_rollouts(self)
+
+    def before_waiting(self) -> None:
+        """Publish what the workers still need: if the learner's thread is the one that waits, nobody else will."""
+        if threading.current_thread() is self._learner:
+            self.publish_rest(self._version)
+
+    def after_gathering(self, replies: Sequence[Collected]) -> None:
+        """Bring the main process's wrappers up to date."""
+        self._warnings += merge_states(self._wrappers, [states for reply in replies for states in reply.wrapper_states])
