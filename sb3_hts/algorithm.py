@@ -8,6 +8,7 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.type_aliases import GymEnv
+from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.collector import Collector, Rollout, make_plan
@@ -39,6 +40,13 @@ from sb3_hts.vec_env import HTSVecEnv
 
 DEFAULT_SNAPSHOTS = 4
 """Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
+
+
+SAME_KIND_OF_ENV = (
+    r"Training and eval env are not of the same type<sb3_hts\.vec_env\.HTSVecEnv object at \w+> "
+    r"!= <stable_baselines3\.common\.vec_env\.(dummy|subproc)_vec_env"
+)
+"""What ``EvalCallback`` warns of if the environments to train with are an ``HTSVecEnv`` and those to evaluate with are not."""
 
 
 @dataclass
@@ -149,6 +157,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         return [*super()._excluded_save_params(), "_run"]
 
     # --- learn ------------------------------------------------------------------------------------------------------
+
+    def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
+        with warnings.catch_warnings():
+            # An HTSVecEnv takes the place of either, so that is no mistake
+            warnings.filterwarnings("ignore", message=SAME_KIND_OF_ENV)
+            return super()._init_callback(callback, progress_bar)
 
     @contextmanager
     def _pipeline(self) -> Iterator[None]:
