@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import gymnasium as gym
-import numpy as np
-import numpy.typing as npt
 import torch as th
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
@@ -25,18 +23,22 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_hts.collector import Collector, Rollout, make_plan
+from sb3_hts.acting import Manner
+from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, specs_of
 from sb3_hts.collectors import make_collector
 from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.heap import keeping_freed_memory
 from sb3_hts.lean_training import lean_training
 from sb3_hts.placement import checked_count
+from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.publishing import publish_during
-from sb3_hts.replay import Observation, Replay, as_observation
+from sb3_hts.replay import Replay
 from sb3_hts.seeding import draw_noise_key
+from sb3_hts.storage import RolloutLayout
 from sb3_hts.threads import beside_workers
 from sb3_hts.vec_env import HTSVecEnv
+from sb3_hts.wrappers import channels_last_keys, unwrap
 
 DEFAULT_SNAPSHOTS = 4
 """Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
@@ -57,7 +59,7 @@ class _Run:
     :param parameters: The policy's, listed once: walking through the modules takes longer than copying them.
     :param scope: What holds for the main process as long as the run lasts.
     :param behaviour: Values of the parameters that the rollout replayed last was collected with.
-    :param end: Its last observations, and whether they begin an episode; callbacks may give the model others.
+    :param end: Where its last step led; callbacks may let the model begin elsewhere.
     :param lag: Measured lag of that rollout, in updates.
     :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
     :param n_gradient_steps: Optimizer steps of one update.
@@ -68,7 +70,7 @@ class _Run:
     parameters: list[th.nn.Parameter]
     scope: ExitStack = field(default_factory=ExitStack)
     behaviour: Sequence[th.Tensor] = ()
-    end: tuple[Observation, npt.NDArray[np.bool_]] | None = None
+    end: Position | None = None
     lag: float = 0.0
     changed: frozenset[str] = frozenset()
     n_gradient_steps: int = 1
@@ -83,6 +85,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     """
 
     corrections: ClassVar[dict[str, Correction]] = {}
+    kind: ClassVar[PolicyKind] = PolicyKind()
 
     policy_lag: int
     n_snapshots: int
@@ -185,17 +188,11 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         with suppress(HTSError):
             unfinished = collector.cancel()
             if unfinished is not None:
-                assert self._last_episode_starts is not None
-                self._last_episode_starts = unfinished.last_dones(self._last_episode_starts)
-                self._last_obs = as_observation(unfinished.last_observations)
+                self._go_to(unfinished.end())
         collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
-        assert self._noise_key is not None
-        assert self._last_obs is not None
-        sde_sample_freq = self.sde_sample_freq if self.use_sde else None
-        plan = make_plan(env, self._last_obs, n_steps, self.n_snapshots, self._noise_key, sde_sample_freq)
-        collector = make_collector(env, self.policy, plan, background=self.policy_lag > 0)
+        collector = make_collector(env, self.policy, self._plan(env, n_steps), background=self.policy_lag > 0)
         if collector is None:
             return _Run(None, [])
         if self.verbose >= 1:
@@ -205,6 +202,40 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             if self.policy_lag > 0:
                 scope.enter_context(beside_workers(self.policy))
             return _Run(collector, list(self.policy.parameters()), scope.pop_all())
+
+    def _plan(self, env: VecEnv, n_steps: int) -> Plan:
+        assert self._noise_key is not None
+        position = self._position()
+        observations: Any = position.observations
+        # Not those of the space: some wrappers give other dtypes than it says
+        specs = specs_of(observations if isinstance(observations, dict) else {None: observations})
+        manner = Manner(
+            actor_class=self.kind.actor_class,
+            observations=specs,
+            action_space=env.action_space,
+            channels_last=channels_last_keys(unwrap(env)[0]),
+            sde_sample_freq=self.sde_sample_freq if self.use_sde else None,
+        )
+        layout = RolloutLayout(
+            n_steps=n_steps,
+            n_envs=env.num_envs,
+            observations=specs,
+            action=action_spec(env.action_space),
+            extras=self.kind.extras(self),
+            memory=specs_of(position.memory),
+        )
+        return Plan(layout, manner, self.n_snapshots, self._noise_key)
+
+    def _position(self) -> Position:
+        """Where the environments are, as far as the model knows."""
+        assert self._last_obs is not None, "No previous observation was provided"
+        assert self._last_episode_starts is not None
+        return Position(self._last_obs, self._last_episode_starts, self.kind.recall(self))
+
+    def _go_to(self, position: Position) -> None:
+        """Counterpart of :meth:`_position`."""
+        self._last_obs, self._last_episode_starts = position.observations, position.episode_starts
+        self.kind.remember(self, position.memory)
 
     # --- collect ----------------------------------------------------------------------------------------------------
 
@@ -223,20 +254,19 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
         if n_rollout_steps != self.n_steps:
             raise ValueError(f"n_rollout_steps={n_rollout_steps} must be the model's n_steps={self.n_steps}.")
-        assert self._last_obs is not None, "No previous observation was provided"
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
         if not collector.in_flight:
             self._launch(run, collector, callback, n_rollout_steps, n_snapshots=1)
         rollout = collector.wait()
-        run.end = as_observation(rollout.last_observations), rollout.half.dones[-1].copy()
+        run.end = rollout.end()
         completed = False
         try:
             completed = self._process(rollout, run, collector, env, callback, rollout_buffer)
         finally:
             if not completed:
                 # The environments have finished the rollout, whatever the callbacks made of it
-                self._last_obs, self._last_episode_starts = run.end
+                self._go_to(run.end)
         return completed
 
     def _process(
@@ -255,15 +285,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         ahead = self.policy_lag > 0 and self.num_timesteps + n_steps * env.num_envs < self._total_timesteps
         # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
         replay_later = ahead and _is_silent(callback)
-        episode_starts = self._last_episode_starts
         if _is_silent(callback):
             assert run.end is not None
-            self._last_obs, self._last_episode_starts = run.end
+            self._go_to(run.end)
         if replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
-        replay = Replay(rollout, self.policy, self.action_space, self.gamma)
+        replay = Replay(rollout, self.policy, self.action_space, self.gamma, self.kind)
         collector.note_infos(replay.telling_infos)
-        completed = self._replay(replay, env, callback, rollout_buffer, episode_starts)
+        completed = self._replay(replay, env, callback, rollout_buffer)
         if completed and ahead and not replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         return completed
@@ -271,8 +300,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     def _launch(self, run: _Run, collector: Collector, callback: BaseCallback, n_rollout_steps: int, n_snapshots: int) -> None:
         """Start the next rollout with the current parameters."""
         callback.on_rollout_start()
-        assert self._last_obs is not None
-        collector.start(self._last_obs, self._global_step, n_snapshots, (self._n_trained, 0))
+        collector.start(self._position(), self._global_step, n_snapshots, (self._n_trained, 0))
         self._global_step += n_rollout_steps
 
     def _record(self, run: _Run, collector: Collector, rollout: Rollout) -> None:
@@ -288,22 +316,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             print(f"HTS: {collector.advice}.")
         run.n_rollouts += 1
 
-    def _replay(
-        self,
-        replay: Replay,
-        env: VecEnv,
-        callback: BaseCallback,
-        rollout_buffer: RolloutBuffer,
-        episode_starts: npt.NDArray[np.bool_] | None,
-    ) -> bool:
+    def _replay(self, replay: Replay, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer) -> bool:
         """Go through a rollout as SB3's ``collect_rollouts()`` does, with the same ``locals`` for callbacks.
 
         :return: False if a callback stopped the training.
         """
-        assert episode_starts is not None
         silent = _is_silent(callback)
         # Callbacks may look at the buffer, and change in place what goes into it
-        filled = silent and replay.fill(rollout_buffer, episode_starts)
+        filled = silent and replay.fill(rollout_buffer)
         variables: dict[str, Any] = {
             "self": self,
             "env": env,
@@ -325,18 +345,19 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 if not callback.on_step():
                     return False
             self._update_info_buffer(step["infos"], replay.dones[t])
-            replay.add_to(rollout_buffer, t, step, episode_starts)
+            replay.add_to(rollout_buffer, t, step)
             if not silent:
-                self._last_obs, self._last_episode_starts = replay.observation(t + 1), replay.dones[t]
+                self._go_to(replay.position(t + 1))
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
         assert self._run is not None
         if silent:
             self._run.changed = frozenset()
             return True
-        variables.update(replay.final_variables())
-        callback.update_locals(variables)
-        with noting_changes(rollout_buffer) as changed:
+        if self.kind.tells_end:
+            variables.update(replay.final_variables())
+            callback.update_locals(variables)
+        with noting_changes(rollout_buffer, self.kind) as changed:
             callback.on_rollout_end()
         self._run.changed = frozenset(changed)
         return True
@@ -360,7 +381,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         with lean_training(self.policy), self._publishing(run, run.collector):
             if run.lag > 0:
                 assert run.end is not None
-                correct_rollout(self._correction, self.policy, self.rollout_buffer, *run.end, run.changed)
+                correct_rollout(self._correction, self.policy, self.rollout_buffer, run.end, self.kind, run.changed)
             if run.lag > 0 and self._correction.gradient == "behaviour":
                 with gradient_at(run.behaviour, run.parameters, self.policy.optimizer):
                     super().train()

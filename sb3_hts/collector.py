@@ -17,26 +17,46 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.acting import Manner
 from sb3_hts.replicas import Publisher
 from sb3_hts.shared_arrays import Array, ArraySpec
 from sb3_hts.storage import N_HALVES, Half, RolloutLayout, RolloutStorage
-from sb3_hts.wrappers import channels_last_keys, unwrap
 
 Version = tuple[int, int]
 """``(update, gradient step)``: how many updates are complete, and how many gradient steps of the next one are done."""
 
 Infos = dict[tuple[int, int], dict[str, Any]]
 """``(t, environment)`` to info dict, for infos that are not the plain one."""
+
+
+Observation = npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the environments, and who acts in them, are between two steps.
+
+    :param observations: What the policy sees next: ``(n_envs, ...)``, by key for Dict spaces.
+    :param episode_starts: Whether it begins an episode, ``(n_envs,)`` bool.
+    :param memory: What the policy remembers, ``(n_envs, ...)`` each.
+    """
+
+    observations: Observation
+    episode_starts: npt.NDArray[np.bool_]
+    memory: dict[str, Array] = field(default_factory=dict)
+
+
+def as_observation(arrays: dict[Hashable, Array]) -> Observation:
+    """From observations by key to what SB3 passes around: an array, or a dict for Dict spaces."""
+    return arrays[None] if None in arrays else arrays  # type: ignore[return-value] # noqa: SIM401
 
 
 @dataclass(frozen=True)
@@ -60,21 +80,15 @@ class Rollout:
     collect_time: float
     wait_time: float
 
-    @property
-    def last_observations(self) -> dict[Hashable, Array]:
-        """Copies of the latest observation of each environment."""
-        return {key: array[-1].copy() for key, array in self.half.observations.items()}
-
-    def last_dones(self, before: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which environments begin an episode with their latest observation.
-
-        :param before: The same as of the rollout's launch.
-        """
-        dones = before.copy()
+    def end(self) -> Position:
+        """Where the environments are now; copies."""
+        dones = self.half.episode_starts.copy()
         for columns, steps in zip(self.groups, self.steps_done, strict=True):
             if steps:
                 dones[columns] = self.half.dones[steps - 1, columns]
-        return dones
+        observations = {key: array[-1].copy() for key, array in self.half.observations.items()}
+        memory = {name: array[-1].copy() for name, array in self.half.memory.items()}
+        return Position(as_observation(observations), dones, memory)
 
 
 @dataclass(frozen=True)
@@ -97,29 +111,15 @@ class Plan:
         return N_HALVES * self.n_snapshots
 
 
-def make_plan(
-    env: VecEnv,
-    observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
-    n_steps: int,
-    n_snapshots: int,
-    noise_key: int,
-    sde_sample_freq: int | None,
-) -> Plan:
-    """Plan rollouts.
+def specs_of(arrays: dict[Any, Array]) -> dict[Any, ArraySpec]:
+    """Specs of what belongs to one environment.
 
-    :param env: The environments, with their wrappers.
-    :param observations: What the policy sees first. Wrappers may give other dtypes than the space says, as in SB3.
-    :param n_steps: Steps per environment and rollout.
-    :param sde_sample_freq: As in SB3, ``None`` without gSDE.
+    :param arrays: ``(n_envs, ...)`` each.
     """
-    by_key: dict[Any, Any] = observations if isinstance(observations, dict) else {None: observations}
-    specs: dict[Hashable, ArraySpec] = {key: ArraySpec(array.shape[1:], array.dtype) for key, array in by_key.items()}
-    manner = Manner(specs, env.action_space, channels_last_keys(unwrap(env)[0]), sde_sample_freq)
-    layout = RolloutLayout(n_steps, env.num_envs, specs, _action_spec(env.action_space))
-    return Plan(layout, manner, n_snapshots, noise_key)
+    return {key: ArraySpec(array.shape[1:], array.dtype) for key, array in arrays.items()}
 
 
-def _action_spec(action_space: spaces.Space[Any]) -> ArraySpec:
+def action_spec(action_space: spaces.Space[Any]) -> ArraySpec:
     """Shape and dtype of a single action as SB3's distributions return it."""
     integral = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete))
     assert action_space.shape is not None
@@ -175,21 +175,25 @@ class Collector(ABC):
 
     def start(
         self,
-        observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
+        position: Position,
         first_step: int,
         n_snapshots: int,
         version: Version,
     ) -> None:
         """Publish the current parameters as snapshot 0 and launch a rollout.
 
-        :param observations: What the policy sees first: ``(n_envs, ...)``, by key for Dict spaces.
+        :param position: Where the environments are.
         :param first_step: Global step of the rollout's first step.
         :param n_snapshots: How many snapshots this rollout uses, the first included.
         :param version: Of the current parameters.
         """
         self._half = (self._half + 1) % N_HALVES
-        for key, array in self._storage.halves[self._half].observations.items():
-            array[0] = observations if key is None else observations[key]  # type: ignore[call-overload, index]
+        half = self._storage.halves[self._half]
+        for key, array in half.observations.items():
+            array[0] = position.observations if key is None else position.observations[key]  # type: ignore[call-overload, index]
+        for name, array in half.memory.items():
+            array[0] = position.memory[name]
+        half.episode_starts[:] = position.episode_starts
         self.n_snapshots, self._n_published, self._version = n_snapshots, 1, version
         job = Job(self._half, first_step, n_snapshots, self._half * self._plan.n_snapshots)
         self._publisher.write(job.first_slot, version)

@@ -16,8 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch as th
 from gymnasium import spaces
-from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.policies import ActorCriticPolicy
+
+from sb3_hts.collector import Position
+from sb3_hts.policy_kinds import PolicyKind
 
 Source = Literal["behaviour", "target"]
 
@@ -69,26 +72,27 @@ def correct_rollout(
     correction: Correction,
     policy: ActorCriticPolicy,
     buffer: RolloutBuffer,
-    last_observations: npt.NDArray[Any] | dict[str, npt.NDArray[Any]],
-    last_dones: npt.NDArray[np.bool_],
+    end: Position,
+    kind: PolicyKind,
     changed: Collection[str] = (),
 ) -> None:
     """Change a filled buffer, not yet read by ``train()``, as the correction says.
 
-    :param last_observations: What came after the rollout's last step, ``(n_envs, ...)``.
-    :param last_dones: Whether the last step ended the episode, ``(n_envs,)``.
+    :param end: What came after the rollout's last step.
+    :param kind: Of the policy.
     :param changed: Result of :func:`noting_changes`; what a callback has put there stays.
     """
     if not correction.needs_evaluation:
         return
     policy.set_training_mode(False)
-    values, log_probs = evaluate(policy, buffer)
+    values, log_probs = evaluate(policy, buffer, kind)
     weights = np.exp(log_probs - buffer.log_probs)
     if correction.critic == "target" and not {"values", "advantages", "returns"} & set(changed):
         buffer.values = values
         with th.no_grad():
-            last_values = policy.predict_values(_to_tensor(policy, last_observations))
-        buffer.compute_returns_and_advantage(last_values=last_values, dones=last_dones)
+            arguments = _to_tensor(policy, kind.last_values(end))
+            last_values = policy.predict_values(_to_tensor(policy, end.observations), **arguments)
+        buffer.compute_returns_and_advantage(last_values=last_values, dones=end.episode_starts)
     if correction.max_weight is not None:
         advantages = buffer.advantages - buffer.advantages.mean() if correction.centre else buffer.advantages
         buffer.advantages = advantages * np.minimum(weights, np.float32(correction.max_weight))
@@ -101,35 +105,43 @@ CORRECTED = ("values", "advantages", "returns", "log_probs")
 
 
 @contextmanager
-def noting_changes(buffer: RolloutBuffer) -> Iterator[set[str]]:
-    """Find out which of :data:`CORRECTED` the block changes; the set is complete at its end."""
+def noting_changes(buffer: RolloutBuffer, kind: PolicyKind) -> Iterator[set[str]]:
+    """Find out which of :data:`CORRECTED` the block changes; the set is complete at its end.
+
+    The block may read the buffer; what that does to its arrays is undone.
+    """
     changed: set[str] = set()
     before = {name: getattr(buffer, name).copy() for name in CORRECTED}
+    shapes = {name: _shapes(value) for name, value in vars(buffer).items() if isinstance(value, (np.ndarray, dict))}
     yield changed
-    if buffer.generator_ready and type(buffer) in (RolloutBuffer, DictRolloutBuffer):
-        _unflatten(buffer)
+    if buffer.generator_ready:
+        for name, shape in shapes.items():
+            setattr(buffer, name, _unflatten(getattr(buffer, name), shape, buffer, name in kind.swapped))
+        buffer.generator_ready = False
     changed |= {name for name, array in before.items() if not np.array_equal(array, getattr(buffer, name), equal_nan=True)}
 
 
-def _unflatten(buffer: RolloutBuffer) -> None:
-    """Undo what the first ``buffer.get()`` did to the arrays; the next one does it again."""
-    n_steps, n_envs = buffer.rewards.shape
+def _shapes(arrays: Any) -> Any:
+    return {key: _shapes(array) for key, array in arrays.items()} if isinstance(arrays, dict) else np.shape(arrays)
 
-    def by_step(array: Any) -> Any:
-        if isinstance(array, dict):
-            return {key: by_step(part) for key, part in array.items()}
-        return np.ascontiguousarray(array.reshape(n_envs, n_steps, *array.shape[1:]).swapaxes(0, 1))
 
-    buffer.observations = by_step(buffer.observations)
-    buffer.actions = by_step(buffer.actions)
-    for name in CORRECTED:
-        setattr(buffer, name, by_step(getattr(buffer, name)).reshape(n_steps, n_envs))
-    buffer.generator_ready = False
+def _unflatten(arrays: Any, shapes: Any, buffer: RolloutBuffer, swapped: bool) -> Any:
+    """Undo what the first ``buffer.get()`` did to an array; the next one does it again."""
+    if isinstance(arrays, dict):
+        return {key: _unflatten(array, shapes[key], buffer, swapped) for key, array in arrays.items()}
+    if np.shape(arrays) == shapes:
+        return arrays
+    by_step = arrays.reshape(buffer.n_envs, buffer.buffer_size, *arrays.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(by_step.swapaxes(1, 2) if swapped else by_step).reshape(shapes)
 
 
 @th.no_grad()
-def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def evaluate(
+    policy: ActorCriticPolicy, buffer: RolloutBuffer, kind: PolicyKind
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :func:`chunk_size` rows.
+
+    Masks and memories are those that the behaviour policy had.
 
     :return: Both ``(n_steps, n_envs)`` float32.
     """
@@ -149,7 +161,9 @@ def evaluate(policy: ActorCriticPolicy, buffer: RolloutBuffer) -> tuple[npt.NDAr
         taken = _to_tensor(policy, actions[rows])
         if isinstance(policy.action_space, spaces.Discrete):
             taken = taken.long().flatten()
-        value, log_prob, _ = policy.evaluate_actions(_to_tensor(policy, chunk), taken)
+        value, log_prob, _ = policy.evaluate_actions(
+            _to_tensor(policy, chunk), taken, **_to_tensor(policy, kind.evaluation(buffer, rows))
+        )
         values[rows] = value.flatten().cpu().numpy()
         log_probs[rows] = log_prob.cpu().numpy()
     return values.reshape(shape), log_probs.reshape(shape)
@@ -166,6 +180,9 @@ def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:
     """A contiguous, aligned copy, as SB3's buffers give to ``train()``; other places in memory can give other bits."""
     if isinstance(arrays, dict):
         return {key: _to_tensor(policy, array) for key, array in arrays.items()}
+    if isinstance(arrays, tuple):
+        parts = [_to_tensor(policy, array) for array in arrays]
+        return type(arrays)(*parts) if hasattr(arrays, "_fields") else tuple(parts)
     return th.tensor(np.ascontiguousarray(arrays), device=policy.device)
 
 

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch as th
 from stable_baselines3.common.vec_env import DummyVecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvObs, VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvObs, VecEnvStepReturn
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 from stable_baselines3.common.vec_env.util import dict_to_obs
 
@@ -116,6 +116,13 @@ class EnvGroup(DummyVecEnv):
         self._reset_seeds()
         self._reset_options()
         return self._observations()
+
+    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
+        results = []
+        for row in self._get_indices(indices):
+            self._report(Activity.CALLING, self.first_index + row)
+            results += super().env_method(method_name, *args, indices=row, **kwargs)
+        return results
 
     def _note_reset(self, row: int) -> None:
         index = self.first_index + row

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch as th
 from stable_baselines3.common.vec_env import VecEnvWrapper
 
-from sb3_hts.acting import GroupActor, Manner
+from sb3_hts.acting import Manner
 from sb3_hts.env_group import EnvGroup, GlobalGenerators, dump_infos
 from sb3_hts.lockstep import Lockstep
 from sb3_hts.protocol import Activity, Cancel, Collect, Collected, Published
@@ -102,9 +102,9 @@ class RolloutRunner:
         self._members: list[Lockstep] = []
         for group in groups:
             wrappers, stack = mount(program.wrappers, group)
-            actor = GroupActor(self._replica, program.manner, group.first_index // group.num_envs, group.num_envs)
+            actor = program.manner.actor_class(self._replica, program.manner, group.columns)
             self._wrappers.append(wrappers)
-            self._members.append(Lockstep(stack, group.columns, actor, program.manner.action_space))
+            self._members.append(Lockstep(stack, actor))
         self._channel = channel
         self._generators = generators
 

@@ -19,7 +19,6 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_hts.acting import GroupActor
 from sb3_hts.collector import Collector, Infos, Job, Plan, Rollout
 from sb3_hts.env_group import is_plain
 from sb3_hts.interrupts import shielded
@@ -63,9 +62,7 @@ class ThreadCollector(Collector):
         make_policy = partial(copy_policy, policy, tensors)
         self._replica = Replica(tensors.specs, slots, make_policy, plan.noise_key, th.Generator(policy.device))
         self.description = f"a thread of this process steps all environments in lockstep, because {reason}"
-        everyone = slice(0, env.num_envs)
-        actor = GroupActor(self._replica, plan.manner, 0, env.num_envs)
-        self._lockstep = Lockstep(env, everyone, actor, env.action_space)
+        self._lockstep = Lockstep(env, plan.manner.actor_class(self._replica, plan.manner, slice(0, env.num_envs)))
         base = unwrap(env)[1]
         self._workforce = base.workforce if isinstance(base, HTSVecEnv) else None
         self._learner = threading.current_thread()

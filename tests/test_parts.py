@@ -19,8 +19,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts import HTSVecEnv, shared_arrays, threads
+from sb3_hts.collector import Position
 from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
 from sb3_hts.placement import Placement
+from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.protocol import Activity
 from sb3_hts.randomness import DrawingFrom
 from sb3_hts.replicas import PolicyTensors, Publisher, Replica, UnportablePolicyError, copy_policy, dump_policy, load_policy
@@ -236,8 +238,8 @@ def test_corrections_change_nothing_when_the_policy_is_the_same() -> None:
             PPO_CORRECTIONS[name],
             model.policy,
             model.rollout_buffer,
-            model._last_obs,
-            model._last_episode_starts,  # type: ignore[arg-type]
+            Position(model._last_obs, model._last_episode_starts),  # type: ignore[arg-type]
+            PolicyKind(),
         )
         buffers[name] = before
         if name == "decoupled":
@@ -254,7 +256,8 @@ def test_weights_are_truncated_ratios() -> None:
     behaviour = buffer.log_probs.copy()
     buffer.log_probs = behaviour + np.linspace(-3, 3, behaviour.size, dtype=np.float32).reshape(behaviour.shape)
     shifted = buffer.log_probs.copy()
-    correct_rollout(PPO_CORRECTIONS["decoupled"], model.policy, buffer, model._last_obs, model._last_episode_starts)  # type: ignore[arg-type]
+    end = Position(model._last_obs, model._last_episode_starts)  # type: ignore[arg-type]
+    correct_rollout(PPO_CORRECTIONS["decoupled"], model.policy, buffer, end, PolicyKind())
     np.testing.assert_allclose(buffer.log_probs, behaviour, atol=1e-5)
     unweighted = buffer.returns - buffer.values
     expected = (unweighted - unweighted.mean()) * np.minimum(np.exp(behaviour - shifted), 2)

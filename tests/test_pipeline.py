@@ -26,6 +26,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecMoni
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
 from sb3_hts import algorithm as pipeline
+from sb3_hts.collector import Position
 from sb3_hts.worker_collector import WorkerCollector
 
 N_ENVS, N_STEPS = 4, 8
@@ -629,8 +630,8 @@ def test_a_callback_may_start_each_rollout_anew(monkeypatch: pytest.MonkeyPatch,
     """What it makes the model see next is not what the last rollout ended with."""
     ends: list[Any] = []
 
-    def recording(_: Any, policy: Any, buffer: Any, last_observations: Any, last_dones: Any, changed: Any) -> None:
-        ends.append((last_observations.copy(), last_dones.copy()))
+    def recording(_: Any, policy: Any, buffer: Any, end: Position, *others: Any) -> None:
+        ends.append((np.copy(end.observations), end.episode_starts.copy()))
 
     class Restart(BaseCallback):
         def __init__(self) -> None:
