@@ -251,7 +251,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             self._run = self._start_run(env, n_rollout_steps)
         run, collector = self._run, self._run.collector
         if collector is None:
-            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
+            others = self.kind.loop_arguments(self)
+            return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps, **others)
         if n_rollout_steps != self.n_steps:
             raise ValueError(f"n_rollout_steps={n_rollout_steps} must be the model's n_steps={self.n_steps}.")
         self.policy.set_training_mode(False)

@@ -129,7 +129,7 @@ def _unflatten(arrays: Any, shapes: Any, buffer: RolloutBuffer, swapped: bool) -
     """Undo what the first ``buffer.get()`` did to an array; the next one does it again."""
     if isinstance(arrays, dict):
         return {key: _unflatten(array, shapes[key], buffer, swapped) for key, array in arrays.items()}
-    if np.shape(arrays) == shapes:
+    if np.shape(arrays) == shapes or np.size(arrays) != np.prod(shapes):
         return arrays
     by_step = arrays.reshape(buffer.n_envs, buffer.buffer_size, *arrays.shape[1:]).swapaxes(0, 1)
     return np.ascontiguousarray(by_step.swapaxes(1, 2) if swapped else by_step).reshape(shapes)

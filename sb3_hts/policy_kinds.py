@@ -51,6 +51,10 @@ class PolicyKind:
     def remember(self, model: Any, memory: dict[str, Array]) -> None:
         """Counterpart of :meth:`recall`."""
 
+    def loop_arguments(self, model: Any) -> dict[str, Any]:
+        """Arguments of SB3's own ``collect_rollouts()`` beyond the usual ones."""
+        return {}
+
     def variables(self, step: Step) -> dict[str, Any]:
         """Local variables that SB3's loop has at a step beyond the usual ones."""
         return {}

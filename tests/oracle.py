@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch as th
 from gymnasium import spaces
-from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.utils import obs_as_tensor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecEnvWrapper, VecNormalize
@@ -117,7 +116,7 @@ def join(parts: Sequence[Any]) -> Any:
 class Oracle:
     """Trains like HTS-RL, the slow and obvious way.
 
-    :param algorithm: Stock ``PPO`` or ``A2C``.
+    :param algorithm: Stock ``PPO``, ``A2C`` or another on-policy algorithm.
     :param env_fns: The environments.
     :param wrap: Puts vectorized wrappers over the ``DummyVecEnv``; ``GroupedNormalize`` instead of ``VecNormalize``, unless
         there is one group.
@@ -125,7 +124,7 @@ class Oracle:
 
     def __init__(
         self,
-        algorithm: type[PPO] | type[A2C],
+        algorithm: Any,
         policy: Any,
         env_fns: Sequence[Callable[[], Any]],
         *,
@@ -140,20 +139,40 @@ class Oracle:
         self.model = algorithm(policy, wrap(DummyVecEnv(list(env_fns))), seed=seed, **kwargs)
         # A policy for acting, apart from the learner's; its own initial parameters are never used
         state = th.get_rng_state()
-        self.actor = self.model.policy_class(
-            self.model.observation_space,
-            self.model.action_space,
-            self.model.lr_schedule,
-            use_sde=self.model.use_sde,
-            **self.model.policy_kwargs,
-        )
+        self.actor = self.make_actor()
         th.set_rng_state(state)
         self.actor.set_training_mode(False)
         self.group_size, self.lag, self.n_snapshots = group_size, lag, n_snapshots
         self.correction, self.seed = correction, seed
         self.global_step = 0
 
-    def learn(self, n_updates: int) -> PPO | A2C:
+    def make_actor(self) -> Any:
+        model = self.model
+        return model.policy_class(
+            model.observation_space, model.action_space, model.lr_schedule, use_sde=model.use_sde, **model.policy_kwargs
+        )
+
+    # What other policies need besides observations
+
+    def act(self, group: int, obs: Any) -> Any:
+        return self.actor(obs)
+
+    def terminal_value(self, i: int, obs: Any) -> th.Tensor:
+        return self.actor.predict_values(obs)[0]
+
+    def last_values(self, dones: np.ndarray) -> th.Tensor:
+        return th.cat([self.actor.predict_values(obs) for obs in self.groups(self.model._last_obs)])
+
+    def stored(self) -> dict[str, Any]:
+        return {}
+
+    def evaluated(self, first: int) -> dict[str, Any]:
+        return {}
+
+    def evaluated_last(self) -> dict[str, Any]:
+        return {}
+
+    def learn(self, n_updates: int) -> Any:
         model = self.model
         assert model.env is not None
         total = n_updates * model.n_steps * model.env.num_envs
@@ -190,12 +209,13 @@ class Oracle:
             for i, done in enumerate(dones):
                 if done and infos[i]["TimeLimit.truncated"]:
                     terminal_obs = self.actor.obs_to_tensor(infos[i]["terminal_observation"])[0]
-                    rewards[i] += model.gamma * self.actor.predict_values(terminal_obs)[0]
+                    rewards[i] += model.gamma * self.terminal_value(i, terminal_obs)
             if isinstance(model.action_space, spaces.Discrete):
                 actions = actions.reshape(-1, 1)
-            model.rollout_buffer.add(model._last_obs, actions, rewards, model._last_episode_starts, values, log_probs)
+            starts = model._last_episode_starts
+            model.rollout_buffer.add(model._last_obs, actions, rewards, starts, values, log_probs, **self.stored())
             model._last_obs, model._last_episode_starts = new_obs, dones
-        last_values = th.cat([self.actor.predict_values(obs) for obs in self.groups(model._last_obs)])
+        last_values = self.last_values(dones)
         model.rollout_buffer.compute_returns_and_advantage(last_values=last_values, dones=dones)
         if isinstance(normalize, GroupedNormalize):
             normalize.end()
@@ -223,7 +243,7 @@ class Oracle:
                 dist = self.actor.action_dist
                 dist.exploration_mat, dist.exploration_matrices = exploration[group]
             th.manual_seed(seed)
-            results.append(self.actor(obs))
+            results.append(self.act(group, obs))
         actions, values, log_probs = zip(*results, strict=True)
         return th.cat(actions).numpy(), th.cat(values), th.cat(log_probs)
 
@@ -244,9 +264,9 @@ class Oracle:
             self.correct()
         delayed = self.correction == "delayed_gradient" and not on_policy
         gradient_steps = 1
-        if isinstance(model, PPO):
+        if hasattr(model, "n_epochs"):
             size = model.n_steps * model.n_envs
-            gradient_steps = model.n_epochs * -(-size // model.batch_size)
+            gradient_steps = model.n_epochs * -(-size // (model.batch_size or size))
         due = [i * gradient_steps // self.n_snapshots for i in range(self.n_snapshots)]
         iterates = [clone(model.policy)]
         step = model.policy.optimizer.step
@@ -288,7 +308,7 @@ class Oracle:
             copies = obs if isinstance(obs, dict) else {None: obs}
             copies = {key: th.tensor(array.copy(order="C")) for key, array in copies.items()}
             obs = copies if isinstance(obs, dict) else copies[None]
-            last_values = model.policy.predict_values(obs)
+            last_values = model.policy.predict_values(obs, **self.evaluated_last())
         buffer.compute_returns_and_advantage(last_values=last_values, dones=model._last_episode_starts)
         if self.correction == "decoupled":
             centred = buffer.advantages - buffer.advantages.mean()
@@ -313,7 +333,7 @@ class Oracle:
             actions = rows(buffer.actions.astype(np.float32), first)
             if isinstance(model.action_space, spaces.Discrete):
                 actions = actions.long().flatten()
-            value, log_prob, _ = model.policy.evaluate_actions(obs, actions)
+            value, log_prob, _ = model.policy.evaluate_actions(obs, actions, **self.evaluated(first))
             values.append(value.flatten())
             log_probs.append(log_prob)
         shape = (model.n_steps, model.n_envs)

@@ -29,8 +29,9 @@ LAYERS = [
     ["worker_collector", "thread_collector", "policy_kinds", "publishing"],
     ["replay", "corrections"],
     ["collectors"],
+    ["contrib_kinds"],
     ["algorithm"],
-    ["ppo", "a2c"],
+    ["ppo", "a2c", "contrib"],
     ["__init__"],
 ]
 WITHOUT_TORCH = [

@@ -42,8 +42,11 @@ DICT = spaces.Dict(
 SMALL = {"net_arch": [16]}
 
 
+STOCK: dict[Any, Any] = {HTSPPO: PPO, HTSA2C: A2C}
+
+
 def assert_equal_to_oracle(
-    algorithm: type[HTSPPO] | type[HTSA2C],
+    algorithm: Any,
     *,
     policy: Any = "MlpPolicy",
     observation_space: spaces.Space[Any] | None = None,
@@ -55,6 +58,8 @@ def assert_equal_to_oracle(
     wrap: Callable[..., VecEnv] = lambda env: env,
     wrap_oracle: Callable[..., VecEnv] | None = None,
     make_env: Callable[..., Any] = HTSVecEnv,
+    env_class: Any = WalkEnv,
+    oracle_class: Any = Oracle,
     **kwargs: Any,
 ) -> None:
     """Train both ways and compare everything.
@@ -62,10 +67,10 @@ def assert_equal_to_oracle(
     :param wrap: Puts vectorized wrappers over the environments; ``wrap_oracle`` over the oracle's.
     :param make_env: With anything but ``HTSVecEnv`` there is one group.
     """
-    stock: type[PPO] | type[A2C] = PPO if issubclass(algorithm, HTSPPO) else A2C
-    env_fns = [partial(WalkEnv, observation_space, action_space) for _ in range(N_ENVS)]
+    stock = STOCK.get(algorithm) or next(base for base in algorithm.__mro__ if not base.__module__.startswith("sb3_hts"))
+    env_fns = [partial(env_class, observation_space, action_space) for _ in range(N_ENVS)]
     kwargs = {"n_steps": 8, "policy_kwargs": SMALL, "device": "cpu", **kwargs}
-    oracle = Oracle(
+    oracle = oracle_class(
         stock,
         policy,
         env_fns,
@@ -78,11 +83,11 @@ def assert_equal_to_oracle(
         **kwargs,
     )
     expected = oracle.learn(N_UPDATES)
-    extra = {"n_snapshots": n_snapshots} if algorithm is HTSPPO else {}
+    extra = {"n_snapshots": n_snapshots} if "n_epochs" in kwargs else {}
     layout = {"envs_per_group": group_size} if make_env is HTSVecEnv else {}
     env = wrap(make_env(env_fns, **layout))
     try:
-        model = algorithm(policy, env, seed=7, policy_lag=lag, correction=correction, **extra, **kwargs)  # type: ignore[arg-type]
+        model = algorithm(policy, env, seed=7, policy_lag=lag, correction=correction, **extra, **kwargs)
         model.learn(N_UPDATES * 8 * N_ENVS)
         assert_equal_stacks(model.get_env(), expected.get_env())
     finally:
