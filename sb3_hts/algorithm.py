@@ -30,7 +30,7 @@ from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.heap import keeping_freed_memory
 from sb3_hts.lean_training import lean_training
-from sb3_hts.placement import checked_count
+from sb3_hts.placement import checked_count, is_integer
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Replay
@@ -92,6 +92,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     correction: str
     inference: str
 
+    _default_snapshots: int | None = None
     _noise_key: int | None = None
     _global_step: int = 0
     _n_trained: int = 0
@@ -132,18 +133,25 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         self._check_arguments()
         super()._setup_model()
         if self._noise_key is None:
-            self._noise_key = draw_noise_key(self.seed)
+            self._noise_key = draw_noise_key(None)
+
+    def set_random_seed(self, seed: int | None = None) -> None:
+        """Seed everything, the action noise included; as in SB3."""
+        super().set_random_seed(seed)
+        if seed is not None:
+            self._noise_key = draw_noise_key(seed)
 
     def _check_arguments(self) -> None:
         # Here and not in __init__, because load(**kwargs) sets attributes without it
-        if self.policy_lag not in (0, 1):
+        if not is_integer(self.policy_lag) or self.policy_lag not in (0, 1):
             raise ValueError(f"policy_lag must be 0 (synchronous) or 1 (collect during train()), not {self.policy_lag!r}.")
         if not isinstance(self.correction, str) or self.correction not in self.corrections:
             raise ValueError(f"correction must be one of {sorted(self.corrections)}, not {self.correction!r}.")
         if self.inference not in ("auto", "local"):
             raise ValueError(f'inference must be "auto" or "local", not {self.inference!r}.')
-        if self.n_snapshots is None:
-            self.n_snapshots = min(DEFAULT_SNAPSHOTS, self.n_steps)
+        self.n_steps = checked_count("n_steps", self.n_steps)
+        if self.n_snapshots is None or self.n_snapshots == self._default_snapshots:
+            self.n_snapshots = self._default_snapshots = min(DEFAULT_SNAPSHOTS, self.n_steps)
         self.n_snapshots = checked_count("n_snapshots", self.n_snapshots)
         if self.n_snapshots > self.n_steps:
             raise ValueError(
@@ -206,6 +214,11 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     def _plan(self, env: VecEnv, n_steps: int) -> Plan:
         assert self._noise_key is not None
         position = self._position()
+        if len(position.episode_starts) != env.num_envs:
+            raise ValueError(
+                f"The model stopped in {len(position.episode_starts)} environments, but now there are {env.num_envs}: "
+                "load it with force_reset=True, or learn() with reset_num_timesteps=True."
+            )
         observations: Any = position.observations
         # Not those of the space: some wrappers give other dtypes than it says
         specs = specs_of(observations if isinstance(observations, dict) else {None: observations})
@@ -384,7 +397,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 assert run.end is not None
                 correct_rollout(self._correction, self.policy, self.rollout_buffer, run.end, self.kind, run.changed)
             if run.lag > 0 and self._correction.gradient == "behaviour":
-                with gradient_at(run.behaviour, run.parameters, self.policy.optimizer):
+                with gradient_at(run.behaviour, run.parameters, self.policy):
                     super().train()
             else:
                 super().train()

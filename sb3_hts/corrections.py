@@ -187,7 +187,7 @@ def _to_tensor(policy: ActorCriticPolicy, arrays: Any) -> Any:
 
 
 @contextmanager
-def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], optimizer: th.optim.Optimizer) -> Iterator[None]:
+def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], policy: ActorCriticPolicy) -> Iterator[None]:
     """Take the next gradient at other parameters, and apply it to the current ones (the paper, equation (7)).
 
     theta_{j+1} = theta_j + eta * grad J(theta_{j-1}): while the loss is computed and differentiated, the policy's parameters
@@ -196,7 +196,7 @@ def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], op
 
     :param values: theta_{j-1}.
     :param parameters: The policy's parameters, in the same order; they hold theta_j.
-    :param optimizer: Of the policy.
+    :param policy: Whose they are. Meanwhile its ``state_dict()`` gives theta_j, for those who save it.
     """
     own = [parameter.data for parameter in parameters]
     pending = True
@@ -207,12 +207,20 @@ def gradient_at(values: Sequence[th.Tensor], parameters: Sequence[th.Tensor], op
             _point_to(parameters, own)
             pending = False
 
-    handle = optimizer.register_step_pre_hook(restore)
+    def show_own(module: th.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if pending:
+            by_parameter = dict(zip(map(id, parameters), own, strict=True))
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                state[prefix + name] = by_parameter[id(parameter)]
+
+    handles: list[Any] = [policy.optimizer.register_step_pre_hook(restore)]
+    handles.append(policy.register_state_dict_post_hook(show_own))  # type: ignore[no-untyped-call]
     try:
         _point_to(parameters, [value.to(data.device) for value, data in zip(values, own, strict=True)])
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         restore()
 
 

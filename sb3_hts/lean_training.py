@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch as th
@@ -27,6 +28,7 @@ def lean_training(policy: ActorCriticPolicy) -> Iterator[None]:
     groups = _foreach_groups(policy.optimizer)
     for group in groups:
         group["foreach"] = True
+    hidden = policy.optimizer.register_state_dict_post_hook(partial(_hide_foreach, groups))
     # Past nn.Module.__setattr__, which is slow and has nothing to do here
     vars(policy).update(methods)
     try:
@@ -36,6 +38,14 @@ def lean_training(policy: ActorCriticPolicy) -> Iterator[None]:
             vars(policy).pop(name, None)
         for group in groups:
             group["foreach"] = None
+        hidden.remove()
+
+
+def _hide_foreach(groups: list[dict[str, Any]], optimizer: th.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Leave no trace in a file that is saved meanwhile."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        if any(group is ours for ours in groups):
+            saved["foreach"] = None
 
 
 def _cheaper_methods(policy: ActorCriticPolicy) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,20 +48,29 @@ class Placement:
         return group // (size + 1) if group < in_larger else larger + (group - in_larger) // size
 
 
-def place(env_fns: Sequence[Any], envs_per_group: int | None, n_workers: int | None) -> Placement:
+def checked_env_fns(env_fns: Any) -> list[Any]:
+    """A list of functions that each make an environment.
+
+    :raises ValueError: If it is anything else.
+    """
+    hint = 'pass [lambda: gym.make("..."), ...] or use make_vec_env(..., vec_env_cls=HTSVecEnv).'
+    if not isinstance(env_fns, Iterable) or isinstance(env_fns, (str, bytes, Mapping)):
+        raise ValueError(f"env_fns must be a list of functions that each make an environment, not {env_fns!r}: {hint}")
+    functions = list(env_fns)
+    if not functions:
+        raise ValueError(f"HTSVecEnv needs at least one environment, but env_fns is empty: {hint}")
+    for index, function in enumerate(functions):
+        if not callable(function):
+            kind = type(function).__name__
+            raise ValueError(f"env_fns[{index}] is a {kind}, not a function that makes an environment: {hint}")
+    return functions
+
+
+def place(n_envs: int, envs_per_group: int | None, n_workers: int | None) -> Placement:
     """Check the arguments of ``HTSVecEnv`` that say what goes where.
 
     :raises ValueError: If one of them is wrong.
     """
-    if not env_fns:
-        raise ValueError("HTSVecEnv needs at least one environment: env_fns is empty.")
-    for index, env_fn in enumerate(env_fns):
-        if not callable(env_fn):
-            raise ValueError(
-                f"env_fns[{index}] is a {type(env_fn).__name__}, not a function that makes an environment: "
-                'pass [lambda: gym.make("..."), ...] or use make_vec_env(..., vec_env_cls=HTSVecEnv).'
-            )
-    n_envs = len(env_fns)
     group_size = 1 if envs_per_group is None else checked_count("envs_per_group", envs_per_group)
     if n_envs % group_size:
         raise ValueError(f"envs_per_group={group_size} does not divide the number of environments, {n_envs}.")
@@ -72,11 +81,16 @@ def place(env_fns: Sequence[Any], envs_per_group: int | None, n_workers: int | N
     return Placement(n_envs, group_size, workers)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value that a user gave is a whole number, of Python's or numpy's."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def checked_count(name: str, value: Any) -> int:
     """A positive integer that a user gave, as a plain ``int``.
 
     :raises ValueError: If it is anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     return int(value)

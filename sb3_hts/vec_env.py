@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices, VecEnvO
 from stable_baselines3.common.vec_env.util import dict_to_obs, obs_space_info
 
 from sb3_hts.env_group import EnvFn
-from sb3_hts.placement import place
+from sb3_hts.placement import checked_env_fns, place
 from sb3_hts.pool import original_exception, worker_raised
 from sb3_hts.processes import resolve_start_method
 from sb3_hts.protocol import (
@@ -74,8 +74,8 @@ class HTSVecEnv(VecEnv):
         step_timeout: float | None = None,
         on_worker_failure: Literal["raise"] = "raise",
     ) -> None:
-        env_fns = list(env_fns)
-        placement = place(env_fns, envs_per_group, n_workers)
+        env_fns = checked_env_fns(env_fns)
+        placement = place(len(env_fns), envs_per_group, n_workers)
         self.envs_per_group, self.n_groups, self.n_workers = placement.envs_per_group, placement.n_groups, placement.n_workers
         self.start_method = resolve_start_method(start_method)
         self.step_timeout = _checked_timeout(step_timeout)
