@@ -6,6 +6,7 @@ import random
 import secrets
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from operator import itemgetter
@@ -28,7 +29,7 @@ Report = Callable[[Activity, int], None]
 
 def is_plain(info: dict[str, Any]) -> bool:
     """Whether an info dict says nothing; such ones are not sent but made anew by the receiver."""
-    return len(info) == 1 and info.get("TimeLimit.truncated") is False
+    return type(info) is dict and len(info) == 1 and not info.get("TimeLimit.truncated", True)
 
 
 def dump_infos(infos: Sequence[dict[str, Any]], first_index: int, report: Report) -> dict[int, bytes]:
@@ -50,18 +51,50 @@ def _dump_info(info: dict[str, Any], env_index: int, report: Report) -> bytes:
         raise
 
 
-def construct(env_fns: Sequence[EnvFn], first_index: int, report: Report) -> list[gym.Env[Any, Any]]:
+def construct(env_fns: Sequence[EnvFn], first_index: int, report: Report, known: set[int]) -> list[gym.Env[Any, Any]]:
     """Make the environments of one group, as ``DummyVecEnv`` does.
 
     :param first_index: Index of the first one, over all groups.
     :param report: Called with ``(activity, environment index)`` before an environment is touched.
+    :param known: The ids of the spaces of all environments of this process, to be updated.
     """
     seed_global_generators(secrets.randbits(32))
     envs = []
     for row, env_fn in enumerate(env_fns):
         report(Activity.CONSTRUCTING, first_index + row)
-        envs.append(_patch_env(env_fn()))
+        env = _patch_env(env_fn())
+        _keep_spaces_apart(env.unwrapped, known)
+        envs.append(env)
     return envs
+
+
+SPACES = ("observation_space", "action_space")
+
+
+def _keep_spaces_apart(env: gym.Env[Any, Any], known: set[int]) -> None:
+    """Give an environment spaces of its own, if others have the same ones.
+
+    A space has a generator. If it belongs to a class or a module, what one environment samples would depend on who else is
+    in the process.
+    """
+    for name in SPACES:
+        space = getattr(env, name, None)
+        if id(space) in known:
+            with suppress(AttributeError):  # a property
+                setattr(env, name, deepcopy(space))
+        known.add(id(getattr(env, name, None)))
+
+
+def _seed_spaces(env: gym.Env[Any, Any], seed: int) -> None:
+    """Seed the spaces of an environment and of all its wrappers, for environments that sample from them."""
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    # From the inside out, each once: wrappers mostly have the same ones
+    spaces = {id(space): space for layer in layers for space in (getattr(layer, name, None) for name in SPACES)}
+    for space in spaces.values():
+        if isinstance(space, gym.Space):
+            space.seed(seed)
 
 
 class EnvGroup(DummyVecEnv):
@@ -102,11 +135,15 @@ class EnvGroup(DummyVecEnv):
                 self._note_reset(row)
             self.buf_infos[row] = info
             self._save_obs(row, obs)
+        keep_one_thread()
         return self._observations(), self.buf_rews, self.buf_dones, self.buf_infos
 
     def reset(self) -> VecEnvObs:
         if self._seeds[0] is not None:
             seed_global_generators(self._seeds[0])
+        for env, seed in zip(self.envs, self._seeds, strict=True):
+            if seed is not None:
+                _seed_spaces(env, seed)
         for row, env in enumerate(self.envs):
             self._report(Activity.RESETTING, self.first_index + row)
             options = {"options": self._options[row]} if self._options[row] else {}
@@ -152,6 +189,12 @@ def seed_global_generators(seed: int) -> None:
     th.default_generator.manual_seed(seed % 2**63)
 
 
+def keep_one_thread() -> None:
+    """Undo what environments may have done to torch: other numbers of threads give other bits."""
+    if th.get_num_threads() != 1:
+        th.set_num_threads(1)
+
+
 class GlobalGenerators:
     """Python's, NumPy's and torch's process-wide generators, one state per group, where a worker hosts several groups."""
 
@@ -161,6 +204,7 @@ class GlobalGenerators:
 
     def enter(self, group: int) -> None:
         """Make the given group's state the current one; groups that never were get what is there."""
+        keep_one_thread()
         if group == self._current:
             return
         if self._current is not None:

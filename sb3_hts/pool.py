@@ -27,6 +27,9 @@ from sb3_hts.serialization import loads
 from sb3_hts.shared_arrays import SharedBlock
 from sb3_hts.worker_status import ProgressWatch, WorkerStatus
 
+EXIT_CHECK_INTERVAL = 500
+"""Milliseconds without news after which to see whether a worker has ended unnoticed."""
+
 CLOSE_TIMEOUT = 5.0
 """Seconds that environments get to close in before their worker is killed."""
 
@@ -156,7 +159,13 @@ class WorkerPool:
         watch = ProgressWatch(self.status, missing, limit)
         while missing:
             started = time.monotonic()
-            ready = {descriptor for descriptor, _ in poll.poll(watch.poll_timeout())}
+            next_look = watch.poll_timeout()
+            limit_ms = EXIT_CHECK_INTERVAL if next_look is None else min(next_look, EXIT_CHECK_INTERVAL)
+            ready = {descriptor for descriptor, _ in poll.poll(limit_ms)}
+            if not ready:
+                # A child that an environment has forked holds the other ends of pipe and sentinel, and may outlive the worker
+                children = [self._processes[worker] for worker in missing]
+                ready = {child.sentinel for child in children if child.exitcode is not None}
             self.blocked_time += time.monotonic() - started
             for worker in [worker for worker in missing if self._has_news(worker, ready)]:
                 self._read(worker)

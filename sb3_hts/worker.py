@@ -88,6 +88,7 @@ def worker_main(
     first_index: int,
     group_size: int,
     n_envs: int,
+    start_method: str,
 ) -> None:
     """Entry point of the process.
 
@@ -99,15 +100,23 @@ def worker_main(
     :param first_index: Index of the first environment, over all workers.
     :param group_size: Environments per group.
     :param n_envs: Environments over all workers.
+    :param start_method: multiprocessing's default in the main process.
     """
-    # Ctrl-C reaches the whole process group; what happens then is for the main process to decide
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group; what happens then is for the main process to decide. Not SIG_IGN: programs
+    # that an environment starts would inherit it, and some are to be ended by an interrupt
+    signal.signal(signal.SIGINT, _ignore)
+    # What an environment starts by multiprocessing is started as it would be in the main process
+    multiprocessing.set_start_method(start_method, force=True)
     threading.Thread(target=_exit_with_main_process, daemon=True).start()
     # Where there are more workers than cores, the learner comes first: it is one thread, and everybody waits for it
     os.nice(NICENESS)
     # One worker, one core: OpenMP teams of many processes only fight, and thread counts change floating-point results
     th.set_num_threads(1)
     _Worker(worker, connection, status, first_index, n_envs).run(env_fns, registrations, group_size)
+
+
+def _ignore(*_: Any) -> None:
+    pass
 
 
 def _exit_with_main_process() -> None:
@@ -160,6 +169,8 @@ class _Worker:
             reply = work()
         except BaseException as error:  # also SystemExit: whatever an environment raises is the main process's to hear
             reply = self._describe(error)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some libraries put it back
+            signal.signal(signal.SIGINT, _ignore)
         self._connection.send_bytes(dumps(reply))
 
     def _describe(self, error: BaseException) -> Failed:
@@ -178,11 +189,15 @@ class _Worker:
         self._report(Activity.CONSTRUCTING, self._first_index)
         load_registrations(registrations)
         functions: Sequence[EnvFn] = loads(env_fns)
+        known: set[int] = set()
         for first in range(0, len(functions), group_size):
             self._generators.enter(first // group_size)
-            envs = construct(functions[first : first + group_size], self._first_index + first, self._report)
+            envs = construct(functions[first : first + group_size], self._first_index + first, self._report, known)
             self._envs.append(envs)
-        spaces = [(env.observation_space, env.action_space) for envs in self._envs for env in envs]
+        spaces = []
+        for index, env in enumerate((env for envs in self._envs for env in envs), start=self._first_index):
+            self._report(Activity.CONSTRUCTING, index)
+            spaces.append((env.observation_space, env.action_space))
         return Done(dumps((spaces, self._envs[0][0].metadata)))
 
     def _answer(self, request: Request) -> Reply:
@@ -304,4 +319,5 @@ class _Worker:
             try:
                 env.close()
             except BaseException:  # whatever it is, the others want to be closed too
-                traceback.print_exc()
+                with suppress(Exception):  # stderr may be closed
+                    traceback.print_exc()

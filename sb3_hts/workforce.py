@@ -7,6 +7,7 @@ the notices that it waits for and its cancellation pass, without the lock.
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,12 +75,13 @@ class Workforce:
         self._owner: RolloutOwner | None = None
         self._borrower: Borrower | None = None
         registrations = dump_registrations()
+        # Without fixing it: asking for it otherwise makes it impossible for users to choose another one later
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         arguments = []
         for worker in self._everyone:
             envs = placement.envs_of(worker)
-            arguments.append(
-                (dumps_by_value(env_fns[envs]), registrations, envs.start, placement.envs_per_group, placement.n_envs)
-            )
+            functions = dumps_by_value(env_fns[envs])
+            arguments.append((functions, registrations, envs.start, placement.envs_per_group, placement.n_envs, method))
         self.pool = WorkerPool(start_method, worker_main, arguments, timeout=step_timeout)
 
     @property
