@@ -294,7 +294,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     ) -> bool:
         """Replay a rollout and launch the next; false if a callback stopped the training."""
         run.behaviour = rollout.parameters
-        self._record(run, collector, rollout)
+        run.lag = self._lag(run, rollout)
+        if run.n_rollouts == 0 and self.verbose >= 1 and collector.advice is not None:
+            print(f"HTS: {collector.advice}.")
+        run.n_rollouts += 1
         n_steps = len(rollout.half.dones)
         ahead = self.policy_lag > 0 and self.num_timesteps + n_steps * env.num_envs < self._total_timesteps
         # Callbacks have their say before the next rollout starts. If there are none, the replay can wait instead
@@ -306,7 +309,14 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma, self.kind)
         collector.note_infos(replay.telling_infos)
-        completed = self._replay(replay, env, callback, rollout_buffer)
+        # Logged at the end of the replay, so that what callbacks dump in between leaves it to the rollout's own row
+        statistics = {
+            "hts/policy_lag": run.lag,
+            "hts/rollout_time": rollout.collect_time,
+            "hts/wait_time": rollout.wait_time,
+            "hts/overlap": max(0.0, 1 - rollout.wait_time / max(rollout.collect_time, 1e-9)),
+        }
+        completed = self._replay(replay, env, callback, rollout_buffer, statistics)
         if completed and ahead and not replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         return completed
@@ -317,22 +327,23 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         collector.start(self._position(), self._global_step, n_snapshots, (self._n_trained, 0))
         self._global_step += n_rollout_steps
 
-    def _record(self, run: _Run, collector: Collector, rollout: Rollout) -> None:
-        """Log what the pipeline did with a rollout, and what lag it had."""
+    def _lag(self, run: _Run, rollout: Rollout) -> float:
+        """How old the policy was that collected a rollout, in updates, on average over its steps."""
         # A snapshot after g of G gradient steps is g / G of an update newer
         updates, gradient_steps = rollout.half.versions.reshape(-1, 2).mean(axis=0).tolist()
-        run.lag = self._n_trained - updates - gradient_steps / max(run.n_gradient_steps, 1)
-        self.logger.record("hts/policy_lag", run.lag)
-        self.logger.record("hts/rollout_time", rollout.collect_time)
-        self.logger.record("hts/wait_time", rollout.wait_time)
-        self.logger.record("hts/overlap", max(0.0, 1 - rollout.wait_time / max(rollout.collect_time, 1e-9)))
-        if run.n_rollouts == 0 and self.verbose >= 1 and collector.advice is not None:
-            print(f"HTS: {collector.advice}.")
-        run.n_rollouts += 1
+        return float(self._n_trained - updates - gradient_steps / max(run.n_gradient_steps, 1))
 
-    def _replay(self, replay: Replay, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer) -> bool:
+    def _replay(
+        self,
+        replay: Replay,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
+        statistics: dict[str, float],
+    ) -> bool:
         """Go through a rollout as SB3's ``collect_rollouts()`` does, with the same ``locals`` for callbacks.
 
+        :param statistics: What to log at the end.
         :return: False if a callback stopped the training.
         """
         silent = _is_silent(callback)
@@ -362,6 +373,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             replay.add_to(rollout_buffer, t, step)
             if not silent:
                 self._go_to(replay.position(t + 1))
+        for key, value in statistics.items():
+            self.logger.record(key, value)
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
         assert self._run is not None

@@ -34,6 +34,13 @@ def test_readme_code(tmp_path: Path) -> None:
     assert (tmp_path / "cartpole.zip").exists()
 
 
+def test_the_tests_that_the_readme_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "README.md").read_text()))
+    assert len(named) > 20
+    for file, function in named:
+        assert f"def {function or 'test_'}" in (ROOT / "tests" / file).read_text(), (file, function)
+
+
 def test_readme_diff_applies_to_an_sb3_script(tmp_path: Path) -> None:
     """A stock script with exactly the README's changed lines."""
     (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

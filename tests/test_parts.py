@@ -23,6 +23,7 @@ from sb3_hts.collector import Position
 from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
 from sb3_hts.placement import Placement
 from sb3_hts.policy_kinds import PolicyKind
+from sb3_hts.processes import resolve_start_method
 from sb3_hts.protocol import Activity
 from sb3_hts.randomness import DrawingFrom
 from sb3_hts.replicas import PolicyTensors, Publisher, Replica, UnportablePolicyError, copy_policy, dump_policy, load_policy
@@ -221,6 +222,15 @@ def test_a_private_generator_is_for_one_thread() -> None:
         thread.start()
         thread.join()
     assert th.equal(drawn[0], expected)
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(OSError, match=r"HTSVecEnv needs Linux or macOS: .*; use WSL on Windows"):
+        resolve_start_method(None)
 
 
 # --- corrections ----------------------------------------------------------------------------------------------------

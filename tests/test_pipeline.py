@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import threading
 from contextlib import contextmanager, nullcontext
@@ -260,6 +261,37 @@ def test_changes_made_by_callbacks_hold_for_the_next_rollout(env: HTSVecEnv) -> 
     assert speeds == [[1.0] * N_ENVS] * N_STEPS + [[1.0] * N_ENVS] * N_STEPS + [[2.0] * N_ENVS] * N_STEPS
 
 
+class ScaledPolicy(ActorCriticPolicy):
+    """Multiplies its actions by an attribute that is neither parameter nor buffer."""
+
+    scale = 1.0
+
+    def forward(self, obs: th.Tensor, deterministic: bool = False) -> Any:
+        actions, values, log_probs = super().forward(obs, deterministic)
+        return actions * 0 + self.scale, values, log_probs
+
+
+def test_structure_that_a_callback_changes_acts_with_the_next_learn() -> None:
+    space = spaces.Box(-9, 9, (2,), np.float32)
+    seen: list[float] = []
+
+    class Rescale(BaseCallback):
+        def _on_step(self) -> bool:
+            seen.append(float(self.locals["actions"][0, 0]))
+            return True
+
+        def _on_rollout_end(self) -> None:
+            self.model.policy.scale = 2.0
+
+    with HTSVecEnv([partial(WalkEnv, None, space)] * 2) as env:
+        model = HTSPPO(ScaledPolicy, env, **PPO_KWARGS)
+        model.learn(3 * 2 * N_STEPS, Rescale())
+        assert seen == [1.0] * 3 * N_STEPS
+        seen.clear()
+        model.learn(2 * N_STEPS, Rescale())
+    assert seen == [2.0] * N_STEPS
+
+
 @pytest.mark.filterwarnings("ignore:rich is experimental")
 def test_progress_bar(env: HTSVecEnv) -> None:
     model = make_model(HTSPPO, env).learn(2 * ROLLOUT, progress_bar=True)
@@ -424,12 +456,16 @@ def test_what_makes_updates_cheaper_is_in_use(
 
 
 def test_delayed_gradient_puts_the_parameters_back_after_an_error(env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use(model: Any) -> list[Any]:
+        # state_dict() tells what will be, for those who save
+        return [parameter.detach().clone() for parameter in model.policy.parameters()]
+
     model = make_model(HTSA2C, env)
     seen: list[Any] = []
     evaluate = ActorCriticPolicy.evaluate_actions
 
     def failing_evaluate(*args: Any) -> Any:
-        seen.append(parameters(model))
+        seen.append(in_use(model))
         if len(seen) == 3:
             raise Boom
         return evaluate(*args)
@@ -437,15 +473,15 @@ def test_delayed_gradient_puts_the_parameters_back_after_an_error(env: HTSVecEnv
     after: list[Any] = []
 
     def note(*_: Any) -> bool:
-        after.append(parameters(model))
+        after.append(in_use(model))
         return True
 
     monkeypatch.setattr(ActorCriticPolicy, "evaluate_actions", failing_evaluate)
     with pytest.raises(Boom):
         model.learn(4 * ROLLOUT, note)
     assert same(seen[2], seen[1]) is False
-    assert not same(seen[2], parameters(model)), "the gradient is taken at older parameters"
-    assert same(after[-1], parameters(model)), "which are not those that remain"
+    assert not same(seen[2], in_use(model)), "the gradient is taken at older parameters"
+    assert same(after[-1], in_use(model)), "which are not those that remain"
 
 
 def test_stop_by_callback_keeps_the_true_last_observation(env: HTSVecEnv) -> None:
@@ -852,6 +888,17 @@ def test_log_keys(env: HTSVecEnv, tmp_path: Path) -> None:
         keys.append(set((tmp_path / algorithm.__name__ / "progress.csv").read_text().splitlines()[0].split(",")))
     assert keys[0] - keys[1] == {"hts/policy_lag", "hts/rollout_time", "hts/wait_time", "hts/overlap"}
     assert keys[1] <= keys[0]
+
+
+def test_what_callbacks_dump_does_not_take_the_rollouts_statistics_away(env: HTSVecEnv, tmp_path: Path) -> None:
+    model = make_model(HTSPPO, env)
+    model.set_logger(configure(str(tmp_path), ["csv"]))
+    model.learn(3 * ROLLOUT, lambda *_: model.logger.dump(model.num_timesteps) or True)
+    model.logger.close()
+    with open(tmp_path / "progress.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert all(bool(row["hts/overlap"]) == bool(row["time/iterations"]) for row in rows)
+    assert sum(bool(row["hts/overlap"]) for row in rows) == 3
 
 
 def test_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

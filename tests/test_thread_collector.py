@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,18 @@ def test_timing_does_not_matter(space: Any) -> None:
         results.append(parameters(make_model(HTSPPO, env).learn(4 * ROLLOUT)))
     assert same(results[0], results[1])
     assert same(results[0], results[2])
+
+
+class GlobalEnv(WalkEnv):
+    """Draws from process-wide generators."""
+
+    def _observation(self) -> Any:
+        return np.array([random.random(), np.random.random(), float(th.rand(()))], np.float32)
+
+
+def test_without_a_lag_process_wide_generators_are_covered_by_the_seed() -> None:
+    results = [parameters(make_model(HTSPPO, DummyVecEnv([GlobalEnv] * 2), policy_lag=0).learn(64)) for _ in range(2)]
+    assert same(*results)
 
 
 # --- ways to end ----------------------------------------------------------------------------------------------------
