@@ -308,7 +308,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         if replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         replay = Replay(rollout, self.policy, self.action_space, self.gamma, self.kind)
-        collector.note_infos(replay.telling_infos)
+        collector.note_episodes({place: info for place, info in replay.telling_infos.items() if replay.dones[place]})
         # Logged at the end of the replay, so that what callbacks dump in between leaves it to the rollout's own row
         statistics = {
             "hts/policy_lag": run.lag,

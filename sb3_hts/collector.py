@@ -256,8 +256,11 @@ class Collector(ABC):
         """Make the others stop at the next step boundary, and wait for that."""
 
     @abstractmethod
-    def note_infos(self, infos: Infos) -> None:
-        """Do with a rollout's infos what wrappers in the main process would have done."""
+    def note_episodes(self, ends: Infos) -> None:
+        """Write down the episodes that ended in a rollout, as wrappers in the main process would have done.
+
+        :param ends: The infos of their last steps.
+        """
 
     @abstractmethod
     def release(self) -> None:

@@ -23,17 +23,18 @@ class Lockstep:
         self.columns = actor.columns
         self._actor = actor
 
+    def read_extras(self, half: Half, t: int) -> None:
+        """Write what else belongs to step ``t``, from the environments' methods of that name."""
+        for name, array in half.extras.items():
+            array[t, self.columns] = np.stack(self.stack.env_method(name)).reshape(array[t, self.columns].shape)
+
     def step(self, half: Half, t: int, first_step: int) -> list[dict[str, Any]]:
         """Act and step once; writes row ``t`` of the columns, and the observations of row ``t + 1``.
-
-        What else belongs to a step (extras) is read by the environments' methods of that name.
 
         :param first_step: Global step of the rollout's first step.
         :return: The info dicts.
         """
         columns = self.columns
-        for name, array in half.extras.items():
-            array[t, columns] = np.stack(self.stack.env_method(name)).reshape(array[t, columns].shape)
         new_obs, rewards, dones, infos = self.stack.step(self._actor.act(half, t, first_step))
         half.rewards[t, columns] = rewards
         half.dones[t, columns] = dones

@@ -166,6 +166,7 @@ class RolloutRunner:
             if self._channel.is_cancelled(request.rollout):
                 return False
             self._generators.enter(index)
+            member.read_extras(half, t)
             self._channel.report(Activity.ACTING, member.columns.start)
             step_infos = member.step(half, t, request.first_step)
             infos.update(

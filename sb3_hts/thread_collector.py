@@ -124,7 +124,7 @@ class ThreadCollector(Collector):
             wait_time=wait_time,
         )
 
-    def note_infos(self, infos: Infos) -> None:
+    def note_episodes(self, ends: Infos) -> None:
         """Nothing: the wrappers have seen all of them."""
 
     def release(self) -> None:
@@ -137,11 +137,16 @@ class ThreadCollector(Collector):
 
     def before_waiting(self) -> None:
         """Wait for the end of the rollout, unless it is the collecting thread that asks."""
-        if self._future is None or threading.current_thread() is self._collecting:
-            return
-        if threading.current_thread() is self._learner:
-            self.publish_rest(self._version)
-        wait([self._future])
+        if self.keeps_out():
+            if threading.current_thread() is self._learner:
+                self.publish_rest(self._version)
+            assert self._future is not None
+            wait([self._future])
+
+    def keeps_out(self) -> bool:
+        """Whether a rollout is being collected by another thread than the present one."""
+        running = self._future is not None and not self._future.done()
+        return running and threading.current_thread() is not self._collecting
 
     # --- the collecting thread --------------------------------------------------------------------------------------
 
@@ -158,6 +163,7 @@ class ThreadCollector(Collector):
                 self._replica.bind(job.first_slot + snapshot)
             if self._cancelled:
                 break
+            self._lockstep.read_extras(half, t)
             infos = self._lockstep.step(half, t, job.first_step)
             # Environments may use the same dicts for ever
             progress.infos.update({(t, i): _keep(info) for i, info in enumerate(infos) if not is_plain(info)})

@@ -132,8 +132,8 @@ class WorkerCollector(Collector):
         self._workforce.cancel_rollout()
         return self._finish()
 
-    def note_infos(self, infos: Infos) -> None:
-        write_episodes(self._wrappers, infos)
+    def note_episodes(self, ends: Infos) -> None:
+        write_episodes(self._wrappers, ends)
 
     def release(self) -> None:
         """Give the memory back. After a failure the workers are gone already."""

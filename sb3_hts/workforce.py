@@ -34,6 +34,9 @@ class Borrower(Protocol):
     def before_waiting(self) -> None:
         """Called by whoever is about to ask the environments, in its own thread; returns at the rollout's end."""
 
+    def keeps_out(self) -> bool:
+        """Whether the present thread has to wait."""
+
 
 class RolloutOwner(Protocol):
     """Who is told about a rollout under way."""
@@ -98,14 +101,18 @@ class Workforce:
         :raises ClosedError: If the workers are gone.
         :raises WorkerError: If one of them failed in what was under way.
         """
-        # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
-        if self._phase is Phase.COLLECTING and self._owner is not None:
-            self._owner.before_waiting()
-        elif self._borrower is not None:
-            self._borrower.before_waiting()
-        with self._lock:
-            self._become_idle()
-            yield
+        while True:
+            # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
+            if self._phase is Phase.COLLECTING and self._owner is not None:
+                self._owner.before_waiting()
+            elif self._borrower is not None:
+                self._borrower.before_waiting()
+            with self._lock:
+                if self._borrower is not None and self._borrower.keeps_out():
+                    continue  # it has begun another rollout meanwhile
+                self._become_idle()
+                yield
+                return
 
     def ask(self, requests: dict[int, Request], *blocks: SharedBlock) -> dict[int, Any]:
         """Send requests by worker and wait for the replies, failures among them; within :meth:`idle`.

@@ -111,16 +111,15 @@ def merge_states(wrappers: Sequence[VecEnvWrapper], groups: Sequence[Sequence[An
     return messages
 
 
-def write_episodes(wrappers: Sequence[VecEnvWrapper], infos: Mapping[tuple[int, int], dict[str, Any]]) -> None:
+def write_episodes(wrappers: Sequence[VecEnvWrapper], ends: Mapping[tuple[int, int], dict[str, Any]]) -> None:
     """Write the episodes that ended in a rollout to the file of a ``VecMonitor``.
 
-    :param infos: By ``(t, environment)``.
+    :param ends: The infos of their last steps, by ``(t, environment)``.
     """
     for wrapper in wrappers:
         if isinstance(wrapper, VecMonitor) and wrapper.results_writer is not None:
-            for place in sorted(infos):
-                if "terminal_observation" in infos[place]:
-                    wrapper.results_writer.write_row(infos[place]["episode"])
+            for place in sorted(ends):
+                wrapper.results_writer.write_row(ends[place]["episode"])
 
 
 def channels_last_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:

@@ -334,3 +334,26 @@ def test_environments_that_are_closed_in_between() -> None:
 
     with pytest.raises(ClosedError):
         make_model(Closing, Unknown(env)).learn(4 * ROLLOUT)
+
+
+def test_whoever_comes_between_two_rollouts_waits_again() -> None:
+    """Between the end of the waiting and the lock, the collector may have begun another rollout."""
+
+    class Borrower:
+        events: list[str] = []  # noqa: RUF012
+
+        def before_waiting(self) -> None:
+            self.events.append("waited")
+
+        def keeps_out(self) -> bool:
+            self.events.append("looked")
+            return len(self.events) < 5
+
+    with HTSVecEnv([WalkEnv]) as env:
+        borrower = Borrower()
+        env.workforce.lend(borrower)
+        assert env.get_attr("speed") == [1.0]
+        assert borrower.events == ["waited", "looked"] * 3
+        env.workforce.take_back(borrower)
+        env.get_attr("speed")
+        assert len(borrower.events) == 6
