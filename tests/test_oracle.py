@@ -105,15 +105,25 @@ def assert_equal_to_oracle(
 
 def assert_equal_stacks(env: Any, expected: Any) -> None:
     """After training, the wrappers in the main process go on as if they had seen every step."""
-    normalizing = unwrap_vec_normalize(env) is not None
+    ours, theirs = unwrap_vec_normalize(env), unwrap_vec_normalize(expected)
+    normalizing = ours is not None
+    if normalizing:
+        for name in ("obs_rms", "ret_rms"):
+            np.testing.assert_equal(moments(vars(ours).get(name)), moments(vars(theirs).get(name)))
     actions = np.array([env.action_space.sample() for _ in range(N_ENVS)])
     for _ in range(12):
         if normalizing:
             np.testing.assert_equal(env.get_original_obs(), expected.get_original_obs())
             np.testing.assert_equal(env.get_original_reward().astype(np.float32), expected.get_original_reward())
-        for ours, theirs in zip(env.step(actions), expected.step(actions), strict=True):
-            np.testing.assert_equal(comparable(ours), comparable(theirs))
+        for got, wanted in zip(env.step(actions), expected.step(actions), strict=True):
+            np.testing.assert_equal(comparable(got), comparable(wanted))
     np.testing.assert_equal(env.reset(), expected.reset())
+
+
+def moments(rms: Any) -> Any:
+    if isinstance(rms, dict):
+        return {key: moments(part) for key, part in rms.items()}
+    return rms and (rms.mean, rms.var, rms.count)
 
 
 def comparable(value: Any) -> Any:

@@ -311,10 +311,12 @@ def test_timing_and_workers_do_not_matter() -> None:
 
 def test_two_normalizations_keep_apart() -> None:
     """The outer one without statistics of observations must not take the inner one's for its own."""
-    env = VecNormalize(VecNormalize(make_env(), norm_reward=False), norm_obs=False)
+    inner = VecNormalize(make_env(NotingEnv), norm_reward=False)
+    env = VecNormalize(inner, norm_obs=False)
     assert why_not_in_workers(env) is None
     HTSPPO("MlpPolicy", env, **PPO_KWARGS).learn(2 * ROLLOUT)
     assert "obs_rms" not in vars(env)
+    assert_statistics(inner)
     env.close()
 
 
