@@ -20,8 +20,8 @@ class HTSA2C(HTSOnPolicyAlgorithm, A2C):
     """Advantage Actor Critic with concurrent collection and delayed gradients (HTS-RL, arXiv 2012.09849).
 
     A drop-in for :class:`stable_baselines3.A2C`: all its arguments, with the same meaning and defaults, and those below.
-    Rollout k + 1 is collected while update k runs, by the workers of an :class:`~sb3_hts.HTSVecEnv`. Rollouts from any
-    other environment are collected by SB3's own loop, without overlap.
+    Rollout k + 1 is collected while update k runs: by the workers of an :class:`~sb3_hts.HTSVecEnv`, or by a thread if the
+    environments are others.
 
     :param env: As in SB3; the name of an environment makes an ``HTSVecEnv`` of ``n_envs`` environments.
     :param n_envs: Number of environments, with a name only; 1 by default.
