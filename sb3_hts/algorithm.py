@@ -24,9 +24,9 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.acting import Manner
-from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, specs_of
+from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, as_observation, specs_of
 from sb3_hts.collectors import make_collector
-from sb3_hts.corrections import Correction, correct_rollout, gradient_at, noting_changes
+from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.heap import keeping_freed_memory
 from sb3_hts.lean_training import lean_training
@@ -38,7 +38,7 @@ from sb3_hts.seeding import draw_noise_key
 from sb3_hts.storage import RolloutLayout
 from sb3_hts.threads import beside_workers
 from sb3_hts.vec_env import HTSVecEnv
-from sb3_hts.wrappers import channels_last_keys, unwrap
+from sb3_hts.wrappers import channels_last_keys, normalized_keys, unwrap
 
 DEFAULT_SNAPSHOTS = 4
 """Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
@@ -62,6 +62,8 @@ class _Run:
     :param end: Where its last step led; callbacks may let the model begin elsewhere.
     :param lag: Measured lag of that rollout, in updates.
     :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
+    :param rewards: The buffer's rewards before returns were computed from them.
+    :param observations: What was collected, for buffers that store something else; valid as long as ``behaviour``.
     :param n_gradient_steps: Optimizer steps of one update.
     :param n_rollouts: Rollouts replayed so far.
     """
@@ -73,6 +75,8 @@ class _Run:
     end: Position | None = None
     lag: float = 0.0
     changed: frozenset[str] = frozenset()
+    rewards: Any = None
+    observations: Any = None
     n_gradient_steps: int = 1
     n_rollouts: int = 0
 
@@ -220,13 +224,15 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 "load it with force_reset=True, or learn() with reset_num_timesteps=True."
             )
         observations: Any = position.observations
-        # Not those of the space: some wrappers give other dtypes than it says
-        specs = specs_of(observations if isinstance(observations, dict) else {None: observations})
+        wrappers = unwrap(env)[0]
+        # Not those of the space: VecNormalize gives other dtypes than it says
+        by_key = observations if isinstance(observations, dict) else {None: observations}
+        specs = specs_of(by_key, normalized_keys(wrappers))
         manner = Manner(
             actor_class=self.kind.actor_class,
             observations=specs,
             action_space=env.action_space,
-            channels_last=channels_last_keys(unwrap(env)[0]),
+            channels_last=channels_last_keys(wrappers),
             sde_sample_freq=self.sde_sample_freq if self.use_sde else None,
         )
         layout = RolloutLayout(
@@ -294,6 +300,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     ) -> bool:
         """Replay a rollout and launch the next; false if a callback stopped the training."""
         run.behaviour = rollout.parameters
+        run.observations = as_observation({key: array[:-1] for key, array in rollout.half.observations.items()})
         run.lag = self._lag(run, rollout)
         if run.n_rollouts == 0 and self.verbose >= 1 and collector.advice is not None:
             print(f"HTS: {collector.advice}.")
@@ -375,9 +382,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 self._go_to(replay.position(t + 1))
         for key, value in statistics.items():
             self.logger.record(key, value)
+        assert self._run is not None
+        self._run.rewards = rollout_buffer.rewards.copy()
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
-        assert self._run is not None
         if silent:
             self._run.changed = frozenset()
             return True
@@ -408,7 +416,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         with lean_training(self.policy), self._publishing(run, run.collector):
             if run.lag > 0:
                 assert run.end is not None
-                correct_rollout(self._correction, self.policy, self.rollout_buffer, run.end, self.kind, run.changed)
+                collected = Collected(run.observations, run.rewards, run.end)
+                correct_rollout(self._correction, self.policy, self.rollout_buffer, collected, self.kind, run.changed)
             if run.lag > 0 and self._correction.gradient == "behaviour":
                 with gradient_at(run.behaviour, run.parameters, self.policy):
                     super().train()

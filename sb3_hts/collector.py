@@ -16,7 +16,7 @@ A collector owns the storage, the slots and the publisher. All its methods are t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,12 +111,16 @@ class Plan:
         return N_HALVES * self.n_snapshots
 
 
-def specs_of(arrays: dict[Any, Array]) -> dict[Any, ArraySpec]:
+def specs_of(arrays: dict[Any, Array], fractional: Collection[Any] = ()) -> dict[Any, ArraySpec]:
     """Specs of what belongs to one environment.
 
     :param arrays: ``(n_envs, ...)`` each.
+    :param fractional: Keys of those that must be able to hold float32, too.
     """
-    return {key: ArraySpec(array.shape[1:], array.dtype) for key, array in arrays.items()}
+    return {
+        key: ArraySpec(array.shape[1:], np.result_type(array, np.float32) if key in fractional else array.dtype)
+        for key, array in arrays.items()
+    }
 
 
 def action_spec(action_space: spaces.Space[Any]) -> ArraySpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, TypeVar
 
 from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
+from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.maskable.utils import is_masking_supported
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
@@ -85,6 +86,8 @@ class HTSMaskablePPO(_HTSContribAlgorithm, MaskablePPO):
         :raises ValueError: If masks are wanted and the environments have none.
         """
         if self._run is None:
+            masked_buffers = (MaskableRolloutBuffer, MaskableDictRolloutBuffer)
+            assert isinstance(rollout_buffer, masked_buffers), "RolloutBuffer doesn't support action masking"
             if use_masking and not is_masking_supported(env):
                 raise ValueError("Environment does not support action masking. Consider using ActionMasker wrapper")
             self.use_masking = use_masking

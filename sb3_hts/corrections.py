@@ -68,27 +68,43 @@ A2C_CORRECTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What the buffer need not hold any more.
+
+    :param observations: ``(n_steps, n_envs, ...)``, by key for Dict spaces.
+    :param rewards: As they were before returns were computed from them; some buffers add to them then.
+    :param end: What came after the rollout's last step.
+    """
+
+    observations: Any
+    rewards: npt.NDArray[np.float32]
+    end: Position
+
+
 def correct_rollout(
     correction: Correction,
     policy: ActorCriticPolicy,
     buffer: RolloutBuffer,
-    end: Position,
+    collected: Collected,
     kind: PolicyKind,
     changed: Collection[str] = (),
 ) -> None:
     """Change a filled buffer, not yet read by ``train()``, as the correction says.
 
-    :param end: What came after the rollout's last step.
+    :param collected: Of the same rollout.
     :param kind: Of the policy.
     :param changed: Result of :func:`noting_changes`; what a callback has put there stays.
     """
     if not correction.needs_evaluation:
         return
     policy.set_training_mode(False)
-    values, log_probs = evaluate(policy, buffer, kind)
+    values, log_probs = evaluate(policy, buffer, _stored(buffer.observations, collected.observations), kind)
     weights = np.exp(log_probs - buffer.log_probs)
     if correction.critic == "target" and not {"values", "advantages", "returns"} & set(changed):
         buffer.values = values
+        buffer.rewards = collected.rewards
+        end = collected.end
         with th.no_grad():
             arguments = _to_tensor(policy, kind.last_values(end))
             last_values = policy.predict_values(_to_tensor(policy, end.observations), **arguments)
@@ -137,7 +153,7 @@ def _unflatten(arrays: Any, shapes: Any, buffer: RolloutBuffer, swapped: bool) -
 
 @th.no_grad()
 def evaluate(
-    policy: ActorCriticPolicy, buffer: RolloutBuffer, kind: PolicyKind
+    policy: ActorCriticPolicy, buffer: RolloutBuffer, observations: Any, kind: PolicyKind
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Values and log-probabilities of a buffer's transitions under a policy, in chunks of :func:`chunk_size` rows.
 
@@ -147,7 +163,6 @@ def evaluate(
     """
     shape = buffer.values.shape
     n_rows = buffer.values.size
-    observations: Any = buffer.observations
     if isinstance(observations, dict):
         flat: Any = {key: array.reshape(n_rows, *array.shape[2:]) for key, array in observations.items()}
     else:
@@ -167,6 +182,14 @@ def evaluate(
         values[rows] = value.flatten().cpu().numpy()
         log_probs[rows] = log_prob.cpu().numpy()
     return values.reshape(shape), log_probs.reshape(shape)
+
+
+def _stored(stored: Any, collected: Any) -> Any:
+    """The buffer's observations, which training will see; what was collected if the buffer stores something else of it."""
+    if isinstance(collected, dict):
+        return {key: _stored(stored[key] if isinstance(stored, dict) else None, array) for key, array in collected.items()}
+    plain = isinstance(stored, np.ndarray) and stored.dtype != object and stored.shape[:2] == collected.shape[:2]
+    return stored if plain else collected
 
 
 def chunk_size(n_rows: int, observations: Any) -> int:

@@ -25,6 +25,7 @@ EXACT_FOREACH = (th.optim.SGD, th.optim.Adam, th.optim.AdamW, th.optim.RMSprop)
 def lean_training(policy: ActorCriticPolicy) -> Iterator[None]:
     """The scope of an update, within which modules and parameters of the policy stay the same objects."""
     methods = _cheaper_methods(policy)
+    methods["__getstate__"] = partial(_state_without, policy, frozenset([*methods, "__getstate__"]))
     groups = _foreach_groups(policy.optimizer)
     for group in groups:
         group["foreach"] = True
@@ -46,6 +47,13 @@ def _hide_foreach(groups: list[dict[str, Any]], optimizer: th.optim.Optimizer, s
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         if any(group is ours for ours in groups):
             saved["foreach"] = None
+
+
+def _state_without(policy: ActorCriticPolicy, names: frozenset[str]) -> dict[str, Any]:
+    """For copies that are made meanwhile: they must not have this policy's methods."""
+    own = getattr(type(policy), "__getstate__", None)
+    state = dict(vars(policy)) if own is getattr(object, "__getstate__", None) else own(policy)  # type: ignore[misc]
+    return {name: value for name, value in state.items() if name not in names}
 
 
 def _cheaper_methods(policy: ActorCriticPolicy) -> dict[str, Any]:

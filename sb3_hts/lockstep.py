@@ -26,7 +26,13 @@ class Lockstep:
     def read_extras(self, half: Half, t: int) -> None:
         """Write what else belongs to step ``t``, from the environments' methods of that name."""
         for name, array in half.extras.items():
-            array[t, self.columns] = np.stack(self.stack.env_method(name)).reshape(array[t, self.columns].shape)
+            for index, value in enumerate(self.stack.env_method(name), start=self.columns.start):
+                row = array[t, index]
+                if np.size(value) != row.size:
+                    raise ValueError(
+                        f"{name}() of environment {index} gave {np.size(value)} entries, but its spaces demand {row.size}."
+                    )
+                row[...] = np.reshape(value, row.shape)
 
     def step(self, half: Half, t: int, first_step: int) -> list[dict[str, Any]]:
         """Act and step once; writes row ``t`` of the columns, and the observations of row ``t + 1``.

@@ -113,7 +113,7 @@ class HTSVecEnv(VecEnv):
 
     def reset(self) -> VecEnvObs:
         """Reset all environments, with the seeds and options set before."""
-        with self.workforce.idle():
+        with self.workforce.idle(stepping=True):
             requests = []
             for worker in range(self.n_workers):
                 envs = self.workforce.placement.envs_of(worker)
@@ -129,7 +129,7 @@ class HTSVecEnv(VecEnv):
 
         :param actions: One per environment.
         """
-        with self.workforce.idle():
+        with self.workforce.idle(stepping=True):
             if len(actions) != self.num_envs:
                 raise ValueError(f"Expected one action for each of the {self.num_envs} environments, got {len(actions)}.")
             self.workforce.start_step(self._step_requests(actions))

@@ -95,9 +95,11 @@ class Workforce:
     # --- asking -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
+    def idle(self, *, stepping: bool = False) -> Iterator[None]:
         """Hold the lock with nothing under way.
 
+        :param stepping: On the way to a step or reset. While the environments are lent, nobody but the borrower does that,
+            in whatever thread: some wrappers step in one of their own.
         :raises ClosedError: If the workers are gone.
         :raises WorkerError: If one of them failed in what was under way.
         """
@@ -105,10 +107,10 @@ class Workforce:
             # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
             if self._phase is Phase.COLLECTING and self._owner is not None:
                 self._owner.before_waiting()
-            elif self._borrower is not None:
+            elif self._borrower is not None and not stepping:
                 self._borrower.before_waiting()
             with self._lock:
-                if self._borrower is not None and self._borrower.keeps_out():
+                if self._borrower is not None and not stepping and self._borrower.keeps_out():
                     continue  # it has begun another rollout meanwhile
                 self._become_idle()
                 yield

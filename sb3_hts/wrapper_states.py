@@ -38,6 +38,10 @@ class Port:
         self.worker_class = worker_class
         self.state = state
 
+    def why_not(self, wrapper: Any) -> str | None:
+        """Why this one cannot be split; ``None`` if it can."""
+        return None
+
     def get(self, wrapper: Any, columns: slice = slice(None)) -> Any:
         """The state of some environments, picklable and nobody else's.
 
@@ -150,12 +154,17 @@ class _NormalizePort(Port):
     """Each group begins with the merged statistics and updates a copy of its own; what is new is merged in group order
     (Chan, Golub, LeVeque: "Updating formulae and a pairwise algorithm for computing sample variances", 1979)."""
 
+    def why_not(self, wrapper: VecNormalize) -> str | None:
+        kinds = {type(rms).__name__ for rms in self._statistics(wrapper).values() if type(rms) is not RunningMeanStd}
+        return f"the statistics of VecNormalize are of another class ({', '.join(kinds)})" if kinds else None
+
     SETTINGS = ("training", "norm_obs", "norm_obs_keys", "norm_reward", "clip_obs", "clip_reward", "gamma", "epsilon")
 
     def get(self, wrapper: VecNormalize, columns: slice = slice(None)) -> dict[str, Any]:
         statistics = self._statistics(wrapper)
         return {
             "settings": {name: getattr(wrapper, name) for name in self.SETTINGS},
+            "has_obs_rms": "obs_rms" in vars(wrapper),
             "moments": {key: _moments(rms) for key, rms in statistics.items()},
             "news": {key: _moments(rms.news) for key, rms in statistics.items() if isinstance(rms, _TrackedMeanStd)},
             "returns": wrapper.returns[columns].copy(),
@@ -167,7 +176,7 @@ class _NormalizePort(Port):
         vars(wrapper).update(state["settings"])
         statistics: dict[Any, Any] = {key: _TrackedMeanStd(moments) for key, moments in state["moments"].items()}
         wrapper.ret_rms = statistics.pop(_RETURNS)
-        if statistics:
+        if state["has_obs_rms"]:
             wrapper.obs_rms = statistics.get(None, statistics)
         wrapper.returns, wrapper.old_obs, wrapper.old_reward = state["returns"], state["old_obs"], state["old_reward"]
 

@@ -22,6 +22,7 @@ from stable_baselines3.common.vec_env import (
     VecTransposeImage,
 )
 
+from sb3_hts.serialization import dumps_by_value
 from sb3_hts.wrapper_states import PORTS
 
 
@@ -42,6 +43,13 @@ def why_not_split(wrappers: Sequence[VecEnvWrapper]) -> str | None:
     for wrapper in wrappers:
         if type(wrapper) not in PORTS:
             return f"the wrapper {type(wrapper).__name__} cannot run inside the workers"
+        reason = PORTS[type(wrapper)].why_not(wrapper)
+        if reason is not None:
+            return reason
+        try:
+            dumps_by_value(make_template(wrapper))
+        except Exception as error:  # an attribute that users gave it
+            return f"{type(wrapper).__name__} cannot be sent to the workers ({error})"
     if sum(isinstance(wrapper, VecMonitor) for wrapper in wrappers) > 1:
         return "there is more than one VecMonitor"
     return None
@@ -120,6 +128,18 @@ def write_episodes(wrappers: Sequence[VecEnvWrapper], ends: Mapping[tuple[int, i
         if isinstance(wrapper, VecMonitor) and wrapper.results_writer is not None:
             for place in sorted(ends):
                 wrapper.results_writer.write_row(ends[place]["episode"])
+
+
+def normalized_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:
+    """Observation keys (``None`` without a Dict space) whose arrays may turn from the space's dtype to float32 at any time."""
+    keys: set[Any] = set()
+    for wrapper in wrappers:
+        statistics = vars(wrapper).get("obs_rms")
+        if statistics is not None:
+            keys |= set(statistics) if isinstance(statistics, dict) else {None}
+        elif isinstance(wrapper, VecExtractDictObs):
+            keys = {None} if wrapper.key in keys else set()
+    return frozenset(keys)
 
 
 def channels_last_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:

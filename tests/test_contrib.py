@@ -16,6 +16,7 @@ from gymnasium import spaces
 from oracle import Oracle
 from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
+from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
 from test_oracle import BOX, DICT, IMAGE, SMALL, assert_equal_to_oracle, normalize_with
@@ -383,6 +384,20 @@ def test_a_mask_that_fails_names_the_environment() -> None:
     env_fns = [MaskedWalkEnv, MaskedWalkEnv, FailingMaskEnv, MaskedWalkEnv]
     with HTSVecEnv(env_fns, n_workers=2) as env, pytest.raises(WorkerError, match=r"[Ee]nvironment 2.*no mask today"):
         make_model(HTSMaskablePPO, env).learn(2 * ROLLOUT)
+
+
+class ShortMaskEnv(MaskedWalkEnv):
+    def action_masks(self) -> np.ndarray:
+        return np.ones(2, bool)
+
+
+def test_masks_and_buffers_that_do_not_fit_are_named() -> None:
+    with HTSVecEnv([MaskedWalkEnv, MaskedWalkEnv, ShortMaskEnv, MaskedWalkEnv], envs_per_group=2) as env:
+        with pytest.raises(AssertionError, match="RolloutBuffer doesn't support action masking"):
+            make_model(HTSMaskablePPO, env, rollout_buffer_class=RolloutBuffer).learn(ROLLOUT)
+        sentence = r"action_masks\(\) of environment 2 gave 2 entries, but its spaces demand 3"
+        with pytest.raises(WorkerError, match=sentence):
+            make_model(HTSMaskablePPO, env).learn(ROLLOUT)
 
 
 def test_no_masked_action_is_taken() -> None:

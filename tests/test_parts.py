@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.collector import Position
-from sb3_hts.corrections import PPO_CORRECTIONS, chunk_size, correct_rollout
+from sb3_hts.corrections import PPO_CORRECTIONS, Collected, chunk_size, correct_rollout
 from sb3_hts.placement import Placement
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.processes import resolve_start_method
@@ -236,6 +236,11 @@ def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- corrections ----------------------------------------------------------------------------------------------------
 
 
+def collected(model: Any) -> Collected:
+    buffer = model.rollout_buffer
+    return Collected(buffer.observations, buffer.rewards, Position(model._last_obs, model._last_episode_starts))
+
+
 def test_corrections_change_nothing_when_the_policy_is_the_same() -> None:
     """Ratios are one, values the same, up to the rounding of another batch shape."""
     model = PPO("MlpPolicy", DummyVecEnv([WalkEnv] * 2), n_steps=16, device="cpu", seed=0)
@@ -248,7 +253,7 @@ def test_corrections_change_nothing_when_the_policy_is_the_same() -> None:
             PPO_CORRECTIONS[name],
             model.policy,
             model.rollout_buffer,
-            Position(model._last_obs, model._last_episode_starts),  # type: ignore[arg-type]
+            collected(model),
             PolicyKind(),
         )
         buffers[name] = before
@@ -266,8 +271,7 @@ def test_weights_are_truncated_ratios() -> None:
     behaviour = buffer.log_probs.copy()
     buffer.log_probs = behaviour + np.linspace(-3, 3, behaviour.size, dtype=np.float32).reshape(behaviour.shape)
     shifted = buffer.log_probs.copy()
-    end = Position(model._last_obs, model._last_episode_starts)  # type: ignore[arg-type]
-    correct_rollout(PPO_CORRECTIONS["decoupled"], model.policy, buffer, end, PolicyKind())
+    correct_rollout(PPO_CORRECTIONS["decoupled"], model.policy, buffer, collected(model), PolicyKind())
     np.testing.assert_allclose(buffer.log_probs, behaviour, atol=1e-5)
     unweighted = buffer.returns - buffer.values
     expected = (unweighted - unweighted.mean()) * np.minimum(np.exp(behaviour - shifted), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import threading
@@ -27,7 +28,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper, VecMoni
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
 from sb3_hts import algorithm as pipeline
-from sb3_hts.collector import Position
+from sb3_hts.corrections import Collected
 from sb3_hts.worker_collector import WorkerCollector
 
 N_ENVS, N_STEPS = 4, 8
@@ -666,8 +667,8 @@ def test_a_callback_may_start_each_rollout_anew(monkeypatch: pytest.MonkeyPatch,
     """What it makes the model see next is not what the last rollout ended with."""
     ends: list[Any] = []
 
-    def recording(_: Any, policy: Any, buffer: Any, end: Position, *others: Any) -> None:
-        ends.append((np.copy(end.observations), end.episode_starts.copy()))
+    def recording(_: Any, policy: Any, buffer: Any, collected: Collected, *others: Any) -> None:
+        ends.append((np.copy(collected.end.observations), collected.end.episode_starts.copy()))
 
     class Restart(BaseCallback):
         def __init__(self) -> None:
@@ -876,6 +877,79 @@ def test_a_buffer_subclass_gets_every_step_by_add(env: HTSVecEnv) -> None:
     ]
     assert CountingBuffer.adds == 3 * N_STEPS
     assert same(*results)
+
+
+class BonusBuffer(RolloutBuffer):
+    """Adds to rewards when returns are computed, the usual place for intrinsic ones."""
+
+    def compute_returns_and_advantage(self, *args: Any, **kwargs: Any) -> None:
+        self.rewards += 1.0
+        super().compute_returns_and_advantage(*args, **kwargs)
+
+
+def test_a_buffer_that_adds_to_rewards_adds_once(env: HTSVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards: list[Any] = []
+    train = PPO.train
+
+    def noting(self: Any) -> None:
+        rewards.append(self.rollout_buffer.rewards - bonus_free[-1])
+        train(self)
+
+    bonus_free: list[Any] = []
+
+    def note(locals_: dict[str, Any], _: Any) -> bool:
+        if locals_["n_steps"] == N_STEPS - 1:
+            bonus_free.append(locals_["rollout_buffer"].rewards.copy())
+        return True
+
+    monkeypatch.setattr(PPO, "train", noting)
+    make_model(HTSPPO, env, rollout_buffer_class=BonusBuffer).learn(3 * ROLLOUT, note)
+    for added in rewards:
+        np.testing.assert_allclose(added[: N_STEPS - 1], 1.0, rtol=1e-5)
+
+
+class CompressingBuffer(RolloutBuffer):
+    """Stores observations as bytes."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.observations = np.empty((self.buffer_size, self.n_envs), object)
+
+    def add(self, obs: Any, *args: Any, **kwargs: Any) -> None:
+        kept, t = self.observations, self.pos
+        self.observations = np.zeros((self.buffer_size, self.n_envs, *self.obs_shape), np.float32)
+        super().add(obs, *args, **kwargs)
+        for i, row in enumerate(self.observations[t]):
+            kept[t, i] = row.tobytes()
+        self.observations = kept
+
+    def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+        kept = self.observations
+        self.observations = np.stack([np.frombuffer(row[0], np.float32) for row in kept])
+        try:
+            return super()._get_samples(batch_inds, env)
+        finally:
+            self.observations = kept
+
+
+def test_a_buffer_may_store_observations_in_its_own_way(env: HTSVecEnv) -> None:
+    results = [
+        parameters(make_model(HTSPPO, env, rollout_buffer_class=cls).learn(3 * ROLLOUT)) for cls in (None, CompressingBuffer)
+    ]
+    assert same(*results)
+
+
+def test_copies_made_during_an_update_stand_alone(env: HTSVecEnv) -> None:
+    model = make_model(HTSPPO, env)
+    copies: list[Any] = []
+    model.policy.optimizer.register_step_post_hook(lambda *_: copies or copies.append(copy.deepcopy(model.policy)))
+    model.learn(2 * ROLLOUT)
+    live = {id(parameter) for parameter in model.policy.parameters()}
+    assert not live & {id(parameter) for parameter in copies[0].parameters()}
+    model.policy.set_training_mode(True)
+    copies[0].set_training_mode(False)
+    assert model.policy.mlp_extractor.training
+    assert not copies[0].mlp_extractor.training
 
 
 def test_log_keys(env: HTSVecEnv, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,27 @@ def test_the_learner_and_other_threads_wait_for_the_end_of_the_rollout() -> None
     make_model(Curious, Unknown(env), n_snapshots=4).learn(3 * ROLLOUT)
     env.close()
     assert counts == [[2 * N_STEPS] * N_ENVS] * 5 + [[3 * N_STEPS] * N_ENVS] * 10
+
+
+class ElsewhereWrapper(Unknown):
+    """Steps in a thread of its own, as one with a time limit would."""
+
+    def __init__(self, env: VecEnv) -> None:
+        super().__init__(env)
+        self.executor = ThreadPoolExecutor(1)
+
+    def step_async(self, actions: Any) -> None:
+        self.future = self.executor.submit(self.venv.step, actions)
+
+    def step_wait(self) -> Any:
+        return self.future.result()
+
+
+def test_a_wrapper_may_step_in_a_thread_of_its_own() -> None:
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        wrapper = ElsewhereWrapper(env)
+        assert make_model(HTSPPO, wrapper).learn(3 * 2 * N_STEPS).num_timesteps == 3 * 2 * N_STEPS
+        wrapper.executor.shutdown()
 
 
 def test_environments_that_are_closed_in_between() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import torch as th
 from envs import WalkEnv
+from gymnasium import spaces
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
+from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     VecCheckNan,
@@ -320,6 +323,27 @@ def test_two_normalizations_keep_apart() -> None:
     env.close()
 
 
+@pytest.mark.parametrize("keys", [None, []])
+def test_normalization_of_observations_may_be_switched_on_later(keys: list[str] | None) -> None:
+    """Then they are no longer of the space's dtype."""
+    space: Any = spaces.Box(0, 255, (6,), np.uint8)
+    if keys is not None:
+        space = spaces.Dict(a=space, b=spaces.Discrete(4))
+    env = VecNormalize(make_env(partial(WalkEnv, space)), norm_obs_keys=keys)
+    env.norm_obs = False
+    model = HTSPPO("MlpPolicy" if keys is None else "MultiInputPolicy", env, **PPO_KWARGS).learn(ROLLOUT)
+    env.norm_obs = True
+    recorder = Recorder()
+    model.learn(2 * ROLLOUT, recorder, reset_num_timesteps=False)
+    last = recorder.steps[-1]["new_obs"]
+    if keys is None:
+        assert last.dtype == np.float32
+        assert (last % 1 != 0).any()
+    else:
+        assert (last["a"].dtype, last["b"].dtype) == (np.uint8, np.int64)
+    env.close()
+
+
 # --- what is known ----------------------------------------------------------------------------------------------------
 
 
@@ -331,4 +355,21 @@ def test_subclasses_of_wrappers_are_not_taken_for_them() -> None:
     for wrap, known in ((VecNormalize, True), (Mine, False), (lambda env: VecCheckNan(VecMonitor(env)), True)):
         wrapped: VecEnv = wrap(env)  # type: ignore[operator]
         assert (why_not_in_workers(wrapped) is None) == known
+    env.close()
+
+
+class Forgetful(RunningMeanStd):
+    def update(self, arr: Any) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * arr.mean(axis=0)
+
+
+def test_what_users_put_into_a_wrapper_may_keep_it_out_of_the_workers() -> None:
+    env = make_env()
+    normalize, locked = VecNormalize(env), VecFrameStack(env, 2)
+    normalize.obs_rms = Forgetful(shape=(3,))  # type: ignore[assignment]
+    locked.lock = threading.Lock()  # type: ignore[attr-defined]
+    assert why_not_in_workers(normalize) == "the statistics of VecNormalize are of another class (Forgetful)"
+    assert str(why_not_in_workers(locked)).startswith("VecFrameStack cannot be sent to the workers (cannot pickle")
+    for wrapped in (normalize, locked):
+        HTSPPO("MlpPolicy", wrapped, **PPO_KWARGS).learn(2 * ROLLOUT)
     env.close()
