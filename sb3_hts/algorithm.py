@@ -8,6 +8,7 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,12 +17,13 @@ from typing import Any, ClassVar
 
 import gymnasium as gym
 import torch as th
+from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
 from sb3_hts.acting import Manner
 from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, as_observation, specs_of
@@ -120,8 +122,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             yield env
             return
         n_envs = 1 if n_envs is None else checked_count("n_envs", n_envs)
+        # Those of a multiprocessing.Pool, for instance, must not have children
+        vec_env_cls: Any = DummyVecEnv if multiprocessing.current_process().daemon else HTSVecEnv
         try:
-            vec_env = make_vec_env(env, n_envs=n_envs, vec_env_cls=HTSVecEnv)  # type: ignore[arg-type]
+            vec_env = make_vec_env(env, n_envs=n_envs, vec_env_cls=vec_env_cls)
         except WorkerRaised as error:
             # An unknown name, a missing package: as from gym.make() in this process
             if isinstance(error.__cause__, gym.error.Error):
@@ -174,10 +178,19 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     # --- learn ------------------------------------------------------------------------------------------------------
 
     def _init_callback(self, callback: MaybeCallback, progress_bar: bool = False) -> BaseCallback:
+        if type(self.env) is not HTSVecEnv or not _evaluates(callback):
+            # Any change of filters makes Python show warnings again that it has shown
+            return super()._init_callback(callback, progress_bar)
         with warnings.catch_warnings():
             # An HTSVecEnv takes the place of either, so that is no mistake
             warnings.filterwarnings("ignore", message=SAME_KIND_OF_ENV)
             return super()._init_callback(callback, progress_bar)
+
+    def predict(self, observation: Any, *args: Any, **kwargs: Any) -> Any:
+        """Act, as in SB3; an environment that does so while a thread collects gets the behaviour policy."""
+        run = self._run
+        result = None if run is None or run.collector is None else run.collector.predict_here(observation, *args, **kwargs)
+        return super().predict(observation, *args, **kwargs) if result is None else result
 
     @contextmanager
     def _pipeline(self) -> Iterator[None]:
@@ -239,7 +252,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             n_steps=n_steps,
             n_envs=env.num_envs,
             observations=specs,
-            action=action_spec(env.action_space),
+            action=action_spec(env.action_space, self.kind.integral),
             extras=self.kind.extras(self),
             memory=specs_of(position.memory),
         )
@@ -356,6 +369,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         silent = _is_silent(callback)
         # Callbacks may look at the buffer, and change in place what goes into it
         filled = silent and replay.fill(rollout_buffer)
+        note_all = type(self)._update_info_buffer is not BaseAlgorithm._update_info_buffer
         variables: dict[str, Any] = {
             "self": self,
             "env": env,
@@ -366,7 +380,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         for t in range(replay.n_steps):
             self.num_timesteps += env.num_envs
             if filled:
-                if t in replay.telling_steps:
+                if note_all or t in replay.telling_steps:
                     self._update_info_buffer(replay.infos(t), replay.dones[t])
                 rollout_buffer.pos += 1
                 continue
@@ -395,6 +409,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
         with noting_changes(rollout_buffer, self.kind) as changed:
             callback.on_rollout_end()
         self._run.changed = frozenset(changed)
+        # As callbacks have left it
+        self._run.end = replay.position(replay.n_steps)
         return True
 
     # --- train ------------------------------------------------------------------------------------------------------
@@ -432,6 +448,13 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             yield
         self._n_trained += 1
         collector.publish_rest((self._n_trained, 0))
+
+
+def _evaluates(callback: Any) -> bool:
+    """Whether an ``EvalCallback`` is among the given callbacks."""
+    if isinstance(callback, (list, CallbackList)):
+        return any(map(_evaluates, callback if isinstance(callback, list) else callback.callbacks))
+    return isinstance(callback, EvalCallback) or _evaluates(getattr(callback, "callback", []))
 
 
 def _is_silent(callback: BaseCallback) -> bool:

@@ -123,11 +123,13 @@ def specs_of(arrays: dict[Any, Array], fractional: Collection[Any] = ()) -> dict
     }
 
 
-def action_spec(action_space: spaces.Space[Any]) -> ArraySpec:
-    """Shape and dtype of a single action as SB3's distributions return it."""
-    integral = isinstance(action_space, (spaces.Discrete, spaces.MultiDiscrete))
+def action_spec(action_space: spaces.Space[Any], integral: tuple[type[spaces.Space[Any]], ...]) -> ArraySpec:
+    """Shape and dtype of a single action as the policy's distributions return it.
+
+    :param integral: Spaces whose actions are int64; those of others are float32.
+    """
     assert action_space.shape is not None
-    return ArraySpec(tuple(action_space.shape), np.dtype(np.int64 if integral else np.float32))
+    return ArraySpec(tuple(action_space.shape), np.dtype(np.int64 if isinstance(action_space, integral) else np.float32))
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,10 @@ class Collector(ABC):
     @property
     def advice(self) -> str | None:
         """What would be faster, judging by the latest rollout."""
+        return None
+
+    def predict_here(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict with the behaviour policy, if it is one of the environments being stepped that asks; ``None`` otherwise."""
         return None
 
     @property

@@ -158,6 +158,11 @@ class HTSTRPO(_HTSContribAlgorithm, TRPO):
             raise TypeError("HTSTRPO has no argument n_snapshots: its policy takes one step per update.")
         super().__init__(policy, env, *args, n_snapshots=1, **kwargs)
 
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if self.n_snapshots != 1:
+            raise ValueError(f"n_snapshots must be 1, not {self.n_snapshots}: HTSTRPO's policy takes one step per update.")
+
     def _n_gradient_steps(self) -> int:
         return 1
 

@@ -40,6 +40,7 @@ class MaskedKind(PolicyKind):
 
     actor_class = MaskedActor
     tells_end = False
+    integral = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
     def extras(self, model: Any) -> dict[str, ArraySpec]:
         return {MASKS: ArraySpec((model.rollout_buffer.mask_dims,), np.dtype(bool))} if model.use_masking else {}

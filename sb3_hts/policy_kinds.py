@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch as th
+from gymnasium import spaces
 from stable_baselines3.common.buffers import RolloutBuffer
 
 from sb3_hts.acting import GroupActor
@@ -33,12 +34,14 @@ class PolicyKind:
     """SB3's own policies: they act on observations alone. Others are subclasses.
 
     ``actor_class`` is what acts with them, ``tells_end`` whether SB3's loop updates the callbacks' ``locals`` before
-    ``on_rollout_end``, ``swapped`` which arrays of the buffer have environments along their third axis.
+    ``on_rollout_end``, ``swapped`` which arrays of the buffer have environments along their third axis, ``integral`` the
+    spaces whose actions are int64.
     """
 
     actor_class: type[GroupActor] = GroupActor
     tells_end = True
     swapped: tuple[str, ...] = ()
+    integral: tuple[type[spaces.Space[Any]], ...] = (spaces.Discrete, spaces.MultiDiscrete)
 
     def extras(self, model: Any) -> dict[str, ArraySpec]:
         """What else belongs to each step, by the name of the environments' method that gives it."""

@@ -42,8 +42,8 @@ class Replay:
         self.actions = half.actions.copy()
         self.clipped_actions = kind.actor_class.to_env(policy, action_space, self.actions)
         self.rewards = half.rewards.copy()
-        self.dones = half.dones.copy()
-        self.episode_starts = np.concatenate([half.episode_starts[None], self.dones])
+        self.episode_starts = np.concatenate([half.episode_starts[None], half.dones])
+        self.dones = self.episode_starts[1:]  # callbacks may change them in place
         self.extras = {name: array.copy() for name, array in half.extras.items()}
         self.memory = {name: array.copy() for name, array in half.memory.items()}
         self.values = half.values.copy()

@@ -6,6 +6,7 @@ while the learner trains. It touches nothing of the learner's: the copy's mode, 
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -83,7 +84,9 @@ class ThreadCollector(Collector):
             if self._executor is not None:
                 if self._workforce is not None:
                     self._workforce.lend(self)
-                self._future = self._executor.submit(self._collect, self._progress)
+                # With numpy's error state and other context variables of the learner's thread
+                context = contextvars.copy_context()
+                self._future = self._executor.submit(context.run, self._collect, self._progress)
             self.in_flight = True
 
     def _announce(self, snapshot: int) -> None:
@@ -147,6 +150,12 @@ class ThreadCollector(Collector):
         """Whether a rollout is being collected by another thread than the present one."""
         running = self._future is not None and not self._future.done()
         return running and threading.current_thread() is not self._collecting
+
+    def predict_here(self, *args: Any, **kwargs: Any) -> Any:
+        if self._future is None or threading.current_thread() is not self._collecting or self._future.done():
+            return None
+        with self._replica.drawing:
+            return self._replica.policy.predict(*args, **kwargs)
 
     # --- the collecting thread --------------------------------------------------------------------------------------
 

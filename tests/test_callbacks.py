@@ -375,6 +375,19 @@ def stacked(env: VecEnv) -> VecEnv:
     return VecFrameStack(env, 2)
 
 
+def test_a_warning_is_shown_once_although_learn_is_called_again() -> None:
+    def warn(*_: Any) -> bool:
+        warnings.warn("once", stacklevel=1)
+        return True
+
+    with HTSVecEnv([DriftEnv]) as env, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        model = HTSA2C("MlpPolicy", env, device="cpu")
+        for _ in range(3):
+            model.learn(5, warn)
+    assert [str(warning.message) for warning in caught] == ["once"]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "env_cls", "wrap", "eval_env_cls", "wrap_eval", "differ"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +276,7 @@ class Seen(BaseCallback):
 
     def note(self, event: str) -> None:
         shapes = {
-            key: (type(value).__name__, getattr(value, "shape", None))
+            key: (type(value).__name__, getattr(value, "shape", None), getattr(value, "dtype", None))
             for key, value in sorted(self.locals.items())
             if key not in (*self.ours, *self.loops)
         }
@@ -295,11 +297,15 @@ class Seen(BaseCallback):
         self.note("rollout_end")
 
 
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.MultiDiscrete([3, 2]), spaces.MultiBinary(3)])
 @each_algorithm
-def test_callbacks_see_what_they_see_in_stock(algorithm: Any) -> None:
+def test_callbacks_see_what_they_see_in_stock(algorithm: Any, space: Any) -> None:
+    if algorithm is HTSRecurrentPPO and isinstance(space, spaces.MultiBinary):
+        space = BOX  # RecurrentPPO cannot train with the other
     seen = []
     for stock in (True, False):
-        env: Any = DummyVecEnv([MaskedWalkEnv] * N_ENVS) if stock else HTSVecEnv([MaskedWalkEnv] * N_ENVS)
+        env_fns = [partial(MaskedWalkEnv, None, space)] * N_ENVS
+        env: Any = DummyVecEnv(env_fns) if stock else HTSVecEnv(env_fns)
         callback = Seen()
         extra = {} if stock else {"policy_lag": 0}
         make_model(algorithm, env, stock, **extra).learn(2 * ROLLOUT, callback)
@@ -417,6 +423,10 @@ def test_arguments() -> None:
         assert make_model(HTSTRPO, env).n_snapshots == 1
         with pytest.raises(TypeError, match="HTSTRPO has no argument n_snapshots"):
             make_model(HTSTRPO, env, n_snapshots=2)
+        file = io.BytesIO()
+        make_model(HTSTRPO, env).save(file)
+        with pytest.raises(ValueError, match="n_snapshots must be 1, not 4: HTSTRPO's policy takes one step"):
+            HTSTRPO.load(file, n_snapshots=4)
         with pytest.raises(ValueError, match="correction must be one of"):
             make_model(HTSRecurrentPPO, env, correction="delayed_gradient")
         with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import io
+import multiprocessing
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -596,6 +597,29 @@ def test_rewards_may_be_changed_in_place(algorithm: Any) -> None:
     np.testing.assert_array_equal(callback.stored, callback.expected)
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_dones_may_be_changed_in_place(lag: int) -> None:
+    """An episode of the callback's making: starts, returns and what the model begins the next rollout with follow."""
+    starts: dict[Any, list[Any]] = {}
+
+    class Cut(BaseCallback):
+        def _on_step(self) -> bool:
+            if self.n_calls % 4 == 0:
+                self.locals["dones"][:] = True
+            return True
+
+        def _on_rollout_end(self) -> None:
+            starts.setdefault(type(self.model), []).append(self.model.rollout_buffer.episode_starts.copy())  # type: ignore[attr-defined]
+
+    reference = PPO("MlpPolicy", DummyVecEnv([partial(CountingRewardEnv, 100)] * 2), **PPO_KWARGS).learn(
+        3 * 2 * N_STEPS, Cut()
+    )
+    with HTSVecEnv([partial(CountingRewardEnv, 100)] * 2) as env:
+        model = make_model(HTSPPO, env, policy_lag=lag).learn(3 * 2 * N_STEPS, Cut())
+    np.testing.assert_array_equal(starts[HTSPPO], starts[PPO])
+    np.testing.assert_array_equal(model._last_episode_starts, reference._last_episode_starts)  # type: ignore[arg-type]
+
+
 class CountingRewardEnv(WalkEnv):
     """Never ends, so that no bootstrap is added to the rewards."""
 
@@ -746,6 +770,13 @@ def test_two_models_do_not_share_environments_at_the_same_time(env: HTSVecEnv) -
 def test_bad_arguments(env: HTSVecEnv, algorithm: Any, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_model(algorithm, env, **kwargs)
+
+
+def test_a_process_that_must_not_have_children_trains_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of ``multiprocessing.Pool``."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    model = HTSPPO("MlpPolicy", "CartPole-v1", n_envs=2, n_steps=16, batch_size=16, device="cpu").learn(64)
+    assert type(model.get_env()) is DummyVecEnv
 
 
 def test_a_name_makes_an_hts_vec_env() -> None:
@@ -950,6 +981,17 @@ def test_copies_made_during_an_update_stand_alone(env: HTSVecEnv) -> None:
     copies[0].set_training_mode(False)
     assert model.policy.mlp_extractor.training
     assert not copies[0].mlp_extractor.training
+
+
+def test_an_overridden_info_buffer_sees_every_step(env: HTSVecEnv) -> None:
+    class Noting(HTSPPO):
+        n_noted = 0
+
+        def _update_info_buffer(self, infos: Any, dones: Any = None) -> None:
+            self.n_noted += 1
+            super()._update_info_buffer(infos, dones)
+
+    assert make_model(Noting, env).learn(3 * ROLLOUT).n_noted == 3 * N_STEPS  # type: ignore[union-attr]
 
 
 def test_log_keys(env: HTSVecEnv, tmp_path: Path) -> None:

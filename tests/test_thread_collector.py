@@ -176,6 +176,39 @@ def test_modes_do_not_leak_between_collector_and_learner() -> None:
     assert same(*results)
 
 
+class SelfPlayEnv(WalkEnv):
+    """Asks the model that is being trained for its opponent's actions."""
+
+    model: Any = None
+
+    def step(self, action: Any) -> Any:
+        opponent, _ = SelfPlayEnv.model.predict(self._observation())
+        return super().step(action - opponent)
+
+
+def test_an_environment_may_use_the_model_that_is_trained() -> None:
+    """It gets the behaviour policy, whose mode and parameters are not the learner's."""
+    ModeNoting.seen.clear()
+    results = []
+    for jitter in (0.0, 0.002):
+        SelfPlayEnv.model = HTSPPO(DropoutPolicy, DummyVecEnv([partial(SelfPlayEnv, jitter=jitter)] * 2), **PPO_KWARGS)
+        results.append(parameters(SelfPlayEnv.model.learn(5 * 2 * N_STEPS)))
+    assert same(*results)
+    assert ModeNoting.seen == {(True, True), (False, False), (False, True)}
+
+
+class StrictEnv(WalkEnv):
+    def step(self, action: Any) -> Any:
+        np.float32(1) / np.float32(0)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_numpys_error_state_is_the_learners(lag: int) -> None:
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+        make_model(HTSPPO, DummyVecEnv([StrictEnv]), policy_lag=lag).learn(ROLLOUT)
+
+
 @pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,))], ids=["discrete", "box"])
 def test_timing_does_not_matter(space: Any) -> None:
     results = []
