@@ -166,8 +166,8 @@ def dump_policy(policy: th.nn.Module, tensors: PolicyTensors) -> bytes:
         ) from error
 
 
-def _find_culprit(policy: th.nn.Module, dump: Callable[[Any], bytes]) -> str:
-    """The innermost attribute that cannot be serialised."""
+def _find_culprit(policy: th.nn.Module, attempt: Callable[[Any], Any]) -> str:
+    """The innermost attribute with which an attempt to serialise or copy it fails."""
     path, value, seen = "policy", policy, set[int]()
     while id(value) not in seen:
         seen.add(id(value))
@@ -176,7 +176,7 @@ def _find_culprit(policy: th.nn.Module, dump: Callable[[Any], bytes]) -> str:
             parts.update(parts.pop(name, None) or {})
         for name, part in parts.items():
             try:
-                dump(part)
+                attempt(part)
             except Exception:
                 path, value = f"{path}.{name}", part
                 break
@@ -210,13 +210,18 @@ def copy_policy(policy: ActorCriticPolicy, originals: PolicyTensors, tensors: li
     :param tensors: What takes their place, in their order.
     :raises UnportablePolicyError: If some part of the policy cannot be copied.
     """
-    memo: dict[int, Any] = {id(original): tensor for original, tensor in zip(originals.tensors, tensors, strict=True)}
-    memo[id(policy.optimizer)] = None
-    try:
+    instead: dict[int, Any] = {id(original): tensor for original, tensor in zip(originals.tensors, tensors, strict=True)}
+    instead[id(policy.optimizer)] = None
+
+    def copy(part: Any) -> Any:
         with _CopyingTensors():
-            return deepcopy(policy, memo)
+            return deepcopy(part, dict(instead))
+
+    try:
+        copied: ActorCriticPolicy = copy(policy)
     except Exception as error:
-        raise UnportablePolicyError(f"the policy cannot be copied: {error}") from error
+        raise UnportablePolicyError(f"{_find_culprit(policy, copy)} cannot be copied: {error}") from error
+    return copied
 
 
 class Replica:
