@@ -70,6 +70,8 @@ class ThreadCollector(Collector):
         self._collecting: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(1, "collector") if background else None
         self._future: Future[None] | None = None
+        self._at_rest = threading.Event()
+        self._at_rest.set()
         # Guards the two below, and says when they change
         self._news = threading.Condition()
         self._n_available = 0
@@ -86,7 +88,8 @@ class ThreadCollector(Collector):
                     self._workforce.lend(self)
                 # With numpy's error state and other context variables of the learner's thread
                 context = contextvars.copy_context()
-                self._future = self._executor.submit(context.run, self._collect, self._progress)
+                self._at_rest.clear()  # before the thread can ask for anything
+                self._future = self._executor.submit(context.run, self._collect_in_background, self._progress)
             self.in_flight = True
 
     def _announce(self, snapshot: int) -> None:
@@ -143,24 +146,28 @@ class ThreadCollector(Collector):
         if self.keeps_out():
             if threading.current_thread() is self._learner:
                 self.publish_rest(self._version)
-            assert self._future is not None
-            wait([self._future])
+            self._at_rest.wait()
 
     def keeps_out(self) -> bool:
         """Whether a rollout is being collected by another thread than the present one."""
-        running = self._future is not None and not self._future.done()
-        return running and threading.current_thread() is not self._collecting
+        return not self._at_rest.is_set() and threading.current_thread() is not self._collecting
 
     def predict_here(self, *args: Any, **kwargs: Any) -> Any:
-        if self._future is None or threading.current_thread() is not self._collecting or self._future.done():
+        if self._executor is None or threading.current_thread() is not self._collecting:
             return None
         with self._replica.drawing:
             return self._replica.policy.predict(*args, **kwargs)
 
     # --- the collecting thread --------------------------------------------------------------------------------------
 
-    def _collect(self, progress: _Progress) -> None:
+    def _collect_in_background(self, progress: _Progress) -> None:
         self._collecting = threading.current_thread()
+        try:
+            self._collect(progress)
+        finally:
+            self._at_rest.set()
+
+    def _collect(self, progress: _Progress) -> None:
         job, n_steps = progress.job, self._plan.layout.n_steps
         half = self._storage.halves[job.half]
         snapshot = -1
