@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from sb3_hts.acting import Manner
 from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, as_observation, specs_of
 from sb3_hts.collectors import make_collector
-from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes
+from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes, shapes_of
 from sb3_hts.errors import HTSError, WorkerRaised
 from sb3_hts.heap import keeping_freed_memory
 from sb3_hts.lean_training import lean_training
@@ -66,6 +66,8 @@ class _Run:
     :param changed: Arrays of the buffer that a callback has changed at the end of that rollout.
     :param rewards: The buffer's rewards before returns were computed from them.
     :param observations: What was collected, for buffers that store something else; valid as long as ``behaviour``.
+    :param shapes: Of the buffer's arrays.
+    :param corrected: Whether the buffer has been corrected; some call ``train()`` more than once.
     :param n_gradient_steps: Optimizer steps of one update.
     :param n_rollouts: Rollouts replayed so far.
     """
@@ -79,6 +81,8 @@ class _Run:
     changed: frozenset[str] = frozenset()
     rewards: Any = None
     observations: Any = None
+    shapes: dict[str, Any] = field(default_factory=dict)
+    corrected: bool = False
     n_gradient_steps: int = 1
     n_rollouts: int = 0
 
@@ -214,6 +218,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             unfinished = collector.cancel()
             if unfinished is not None:
                 self._go_to(unfinished.end())
+                infos = unfinished.load_infos()
+                collector.note_episodes({place: info for place, info in infos.items() if unfinished.half.dones[place]})
         collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
@@ -336,7 +342,9 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             "hts/wait_time": rollout.wait_time,
             "hts/overlap": max(0.0, 1 - rollout.wait_time / max(rollout.collect_time, 1e-9)),
         }
-        completed = self._replay(replay, env, callback, rollout_buffer, statistics)
+        completed = self._replay(run, replay, env, callback, rollout_buffer, statistics)
+        if self._run is not run:  # a callback has called learn(), which ends this pipeline; the next rollout begins another
+            return completed
         if completed and ahead and not replay_later:
             self._launch(run, collector, callback, n_steps, self.n_snapshots)
         return completed
@@ -355,6 +363,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
 
     def _replay(
         self,
+        run: _Run,
         replay: Replay,
         env: VecEnv,
         callback: BaseCallback,
@@ -396,21 +405,21 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
                 self._go_to(replay.position(t + 1))
         for key, value in statistics.items():
             self.logger.record(key, value)
-        assert self._run is not None
-        self._run.rewards = rollout_buffer.rewards.copy()
+        run.rewards = rollout_buffer.rewards.copy()
         rollout_buffer.full = True
         rollout_buffer.compute_returns_and_advantage(last_values=replay.value_tensor(replay.n_steps), dones=replay.dones[-1])
+        run.shapes, run.corrected = shapes_of(rollout_buffer), False
         if silent:
-            self._run.changed = frozenset()
+            run.changed = frozenset()
             return True
         if self.kind.tells_end:
             variables.update(replay.final_variables())
             callback.update_locals(variables)
         with noting_changes(rollout_buffer, self.kind) as changed:
             callback.on_rollout_end()
-        self._run.changed = frozenset(changed)
+        run.changed = frozenset(changed)
         # As callbacks have left it
-        self._run.end = replay.position(replay.n_steps)
+        run.end = replay.position(replay.n_steps)
         return True
 
     # --- train ------------------------------------------------------------------------------------------------------
@@ -430,9 +439,10 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             super().train()
             return
         with lean_training(self.policy), self._publishing(run, run.collector):
-            if run.lag > 0:
+            if run.lag > 0 and not run.corrected:
                 assert run.end is not None
-                collected = Collected(run.observations, run.rewards, run.end)
+                run.corrected = True
+                collected = Collected(run.observations, run.rewards, run.end, run.shapes)
                 correct_rollout(self._correction, self.policy, self.rollout_buffer, collected, self.kind, run.changed)
             if run.lag > 0 and self._correction.gradient == "behaviour":
                 with gradient_at(run.behaviour, run.parameters, self.policy):

@@ -75,11 +75,13 @@ class Collected:
     :param observations: ``(n_steps, n_envs, ...)``, by key for Dict spaces.
     :param rewards: As they were before returns were computed from them; some buffers add to them then.
     :param end: What came after the rollout's last step.
+    :param shapes: Of the buffer's arrays before it was read.
     """
 
     observations: Any
     rewards: npt.NDArray[np.float32]
     end: Position
+    shapes: dict[str, Any]
 
 
 def correct_rollout(
@@ -90,7 +92,7 @@ def correct_rollout(
     kind: PolicyKind,
     changed: Collection[str] = (),
 ) -> None:
-    """Change a filled buffer, not yet read by ``train()``, as the correction says.
+    """Change a filled buffer as the correction says.
 
     :param collected: Of the same rollout.
     :param kind: Of the policy.
@@ -99,6 +101,7 @@ def correct_rollout(
     if not correction.needs_evaluation:
         return
     policy.set_training_mode(False)
+    unread(buffer, collected.shapes, kind)
     values, log_probs = evaluate(policy, buffer, _stored(buffer.observations, collected.observations), kind)
     weights = np.exp(log_probs - buffer.log_probs)
     if correction.critic == "target" and not {"values", "advantages", "returns"} & set(changed):
@@ -128,13 +131,26 @@ def noting_changes(buffer: RolloutBuffer, kind: PolicyKind) -> Iterator[set[str]
     """
     changed: set[str] = set()
     before = {name: getattr(buffer, name).copy() for name in CORRECTED}
-    shapes = {name: _shapes(value) for name, value in vars(buffer).items() if isinstance(value, (np.ndarray, dict))}
+    shapes = shapes_of(buffer)
     yield changed
+    unread(buffer, shapes, kind)
+    changed |= {name for name, array in before.items() if not np.array_equal(array, getattr(buffer, name), equal_nan=True)}
+
+
+def shapes_of(buffer: RolloutBuffer) -> dict[str, Any]:
+    """The shapes of a buffer's arrays, for :func:`unread`."""
+    return {name: _shapes(value) for name, value in vars(buffer).items() if isinstance(value, (np.ndarray, dict))}
+
+
+def unread(buffer: RolloutBuffer, shapes: dict[str, Any], kind: PolicyKind) -> None:
+    """Make a buffer what it was before somebody read it.
+
+    :param shapes: Result of :func:`shapes_of`, before.
+    """
     if buffer.generator_ready:
         for name, shape in shapes.items():
             setattr(buffer, name, _unflatten(getattr(buffer, name), shape, buffer, name in kind.swapped))
         buffer.generator_ready = False
-    changed |= {name for name, array in before.items() if not np.array_equal(array, getattr(buffer, name), equal_nan=True)}
 
 
 def _shapes(arrays: Any) -> Any:

@@ -7,7 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -126,6 +126,7 @@ class EnvGroup(DummyVecEnv):
             obs, self.buf_rews[row], terminated, truncated, info = env.step(self.actions[row])
             done = terminated or truncated
             self.buf_dones[row] = done
+            info = copy(info)  # the environment's own stays as it is
             info["TimeLimit.truncated"] = truncated and not terminated
             if done:
                 info["terminal_observation"] = obs

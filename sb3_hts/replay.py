@@ -145,10 +145,10 @@ class Replay:
         """
         if type(buffer) not in (RolloutBuffer, DictRolloutBuffer):
             return False
-        stored = {
-            key: array[:-1].reshape(buffer_array.shape).astype(buffer_array.dtype, copy=False)
-            for (key, array), buffer_array in zip(self.observations.items(), _arrays(buffer.observations), strict=True)
-        }
+        stored = {}
+        for key, array in self.observations.items():
+            place: Any = buffer.observations if key is None else buffer.observations[key]  # type: ignore[call-overload]
+            stored[key] = array[:-1].reshape(place.shape).astype(place.dtype, copy=False)
         buffer.observations = as_observation(stored)  # type: ignore[assignment]
         buffer.actions[...] = self.actions.reshape(buffer.actions.shape)
         buffer.rewards[...] = self.rewards
@@ -158,7 +158,3 @@ class Replay:
         buffer.values[...] = self.values
         buffer.log_probs[...] = self.log_probs
         return True
-
-
-def _arrays(observations: Any) -> list[Array]:
-    return list(observations.values()) if isinstance(observations, dict) else [observations]

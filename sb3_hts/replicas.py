@@ -59,6 +59,7 @@ class PolicyTensors:
         self.nbytes = 0
         self.policy = policy
         self.parameters = list(policy.parameters())
+        self.buffer_names = [name for name, _ in policy.named_buffers()]
         offsets: dict[int, int] = {}
         for tensor in [*self.parameters, *policy.buffers()]:
             storage = tensor.untyped_storage()
@@ -92,7 +93,7 @@ class Publisher:
     def __init__(self, tensors: PolicyTensors, slots: Sequence[th.Tensor], versions: npt.NDArray[np.int64]) -> None:
         self._policy = tensors.policy
         self._parameters = tensors.parameters
-        self._has_buffers = len(tensors.tensors) > len(tensors.parameters)
+        self._buffer_names = tensors.buffer_names
         self._versions = versions
         self._views = [[spec.view(slot) for spec in tensors.specs] for slot in slots]
 
@@ -102,10 +103,15 @@ class Publisher:
 
         :param version: ``(update, gradient step)`` that made them.
         """
-        # Buffers are looked up anew, because modules may assign new tensors to them; parameters are what is optimized
-        buffers = self._policy.buffers() if self._has_buffers else ()
-        for view, source in zip(self._views[slot], [*self._parameters, *buffers], strict=True):
+        views = self._views[slot]
+        for view, source in zip(views, self._parameters, strict=False):
             view.copy_(source)
+        # Buffers are looked up anew, because modules may assign new tensors to them; parameters are what is optimized
+        buffers = dict(self._policy.named_buffers()) if self._buffer_names else {}
+        for view, name in zip(views[len(self._parameters) :], self._buffer_names, strict=True):
+            # One of another shape is a cache, of batches that only the learner sees
+            if name in buffers and buffers[name].shape == view.shape:
+                view.copy_(buffers[name])
         self._versions[slot] = version
 
     def parameters(self, slot: int) -> list[th.Tensor]:
@@ -203,15 +209,19 @@ class _CopyingTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copy_policy(policy: ActorCriticPolicy, originals: PolicyTensors, tensors: list[th.Tensor]) -> ActorCriticPolicy:
+def copy_policy(
+    policy: ActorCriticPolicy, originals: PolicyTensors, shared: Sequence[object], tensors: list[th.Tensor]
+) -> ActorCriticPolicy:
     """A copy of the policy, without its optimizer, for another thread.
 
     :param originals: The policy's tensors.
+    :param shared: What the policy may refer to and must not be copied: the environments.
     :param tensors: What takes their place, in their order.
     :raises UnportablePolicyError: If some part of the policy cannot be copied.
     """
     instead: dict[int, Any] = {id(original): tensor for original, tensor in zip(originals.tensors, tensors, strict=True)}
     instead[id(policy.optimizer)] = None
+    instead |= {id(value): value for value in shared}
 
     def copy(part: Any) -> Any:
         with _CopyingTensors():
@@ -245,7 +255,7 @@ class Replica:
         self._views = [[spec.view(slot) for spec in specs] for slot in slots]
         # Tensors of their own, since binding to another slot changes where they point
         self._tensors: list[th.Tensor] = [
-            view.detach() if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
+            th.empty_like(view) if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
             for view, spec in zip(self._views[0], specs, strict=True)
         ]
         self.policy = make_policy(self._tensors)
@@ -253,13 +263,16 @@ class Replica:
         self._noise_key = noise_key
         self._generator = generator or th.default_generator
         self.drawing: AbstractContextManager[Any] = DrawingFrom(generator) if generator else nullcontext()
-        self._slot = 0
+        self._slot = -1
 
     def bind(self, slot: int) -> None:
         """Act with another snapshot from now on."""
         if slot != self._slot:
             for tensor, view in zip(self._tensors, self._views[slot], strict=True):
-                tensor.data = view
+                if isinstance(tensor, th.nn.Parameter):
+                    tensor.data = view
+                else:  # a forward may change it, and slots are everybody's
+                    tensor.copy_(view)
             self._slot = slot
 
     def seed(self, group: int, step: int) -> None:

@@ -60,11 +60,11 @@ class ThreadCollector(Collector):
         self._versions = np.zeros((plan.n_slots, 2), np.int64)
         publisher = Publisher(tensors, slots, self._versions)
         super().__init__(plan, RolloutStorage(plan.layout, SharedBlock(plan.layout.nbytes)), publisher)
-        make_policy = partial(copy_policy, policy, tensors)
+        wrappers, base = unwrap(env)
+        make_policy = partial(copy_policy, policy, tensors, [*wrappers, base])
         self._replica = Replica(tensors.specs, slots, make_policy, plan.noise_key, th.Generator(policy.device))
         self.description = f"a thread of this process steps all environments in lockstep, because {reason}"
         self._lockstep = Lockstep(env, plan.manner.actor_class(self._replica, plan.manner, slice(0, env.num_envs)))
-        base = unwrap(env)[1]
         self._workforce = base.workforce if isinstance(base, HTSVecEnv) else None
         self._learner = threading.current_thread()
         self._collecting: threading.Thread | None = None

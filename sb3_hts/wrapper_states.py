@@ -119,16 +119,20 @@ class _NotingCheckNan(VecCheckNan):
 
 
 class _CheckNanPort(Port):
-    def get(self, wrapper: VecCheckNan, columns: slice = slice(None)) -> tuple[bool, list[str], Any]:
-        attributes = vars(wrapper)  # an attribute that is missing would be looked for in the wrappers below
-        return wrapper._user_warned, attributes.get("messages", []), _cut(attributes.get("_observations"), columns)
+    SETTINGS = ("raise_exception", "warn_once", "check_inf")
 
-    def set(self, wrapper: _NotingCheckNan, state: tuple[bool, list[str], Any]) -> None:
-        wrapper._user_warned, _, wrapper._observations = state
+    def get(self, wrapper: VecCheckNan, columns: slice = slice(None)) -> tuple[dict[str, bool], bool, list[str], Any]:
+        attributes = vars(wrapper)  # an attribute that is missing would be looked for in the wrappers below
+        settings = {name: attributes[name] for name in self.SETTINGS}
+        return settings, wrapper._user_warned, attributes.get("messages", []), _cut(attributes.get("_observations"), columns)
+
+    def set(self, wrapper: _NotingCheckNan, state: tuple[dict[str, bool], bool, list[str], Any]) -> None:
+        settings, wrapper._user_warned, _, wrapper._observations = state
+        vars(wrapper).update(settings)
         wrapper.messages = []
 
-    def merge(self, wrapper: VecCheckNan, states: Sequence[tuple[bool, list[str], Any]]) -> list[str]:
-        warned, messages, observations = zip(*states, strict=True)
+    def merge(self, wrapper: VecCheckNan, states: Sequence[tuple[dict[str, bool], bool, list[str], Any]]) -> list[str]:
+        _, warned, messages, observations = zip(*states, strict=True)
         wrapper._user_warned |= any(warned)
         wrapper._observations = _join(observations)
         found = [message for group in messages for message in group]
@@ -163,7 +167,7 @@ class _NormalizePort(Port):
     def get(self, wrapper: VecNormalize, columns: slice = slice(None)) -> dict[str, Any]:
         statistics = self._statistics(wrapper)
         return {
-            "settings": {name: getattr(wrapper, name) for name in self.SETTINGS},
+            "settings": {name: vars(wrapper)[name] for name in self.SETTINGS if name in vars(wrapper)},
             "has_obs_rms": "obs_rms" in vars(wrapper),
             "moments": {key: _moments(rms) for key, rms in statistics.items()},
             "news": {key: _moments(rms.news) for key, rms in statistics.items() if isinstance(rms, _TrackedMeanStd)},

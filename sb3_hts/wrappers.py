@@ -155,7 +155,8 @@ def channels_last_keys(wrappers: Sequence[VecEnvWrapper]) -> frozenset[Any]:
             case VecFrameStack():
                 keys.clear()  # it copies into an array of its own
             case VecNormalize(norm_obs=True):  # its statistics are not transposed, and numpy follows them
-                keys -= set([None] if wrapper.norm_obs_keys is None else wrapper.norm_obs_keys)
+                normalized = vars(wrapper).get("norm_obs_keys")
+                keys -= set([None] if normalized is None else normalized)
             case VecExtractDictObs():
                 keys = {None} if wrapper.key in keys else set()
     return frozenset(keys)

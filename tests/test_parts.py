@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts import HTSVecEnv, shared_arrays, threads
 from sb3_hts.collector import Position
-from sb3_hts.corrections import PPO_CORRECTIONS, Collected, chunk_size, correct_rollout
+from sb3_hts.corrections import PPO_CORRECTIONS, Collected, chunk_size, correct_rollout, shapes_of
 from sb3_hts.placement import Placement
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.processes import resolve_start_method
@@ -137,6 +137,10 @@ def send_policy(policy: Any, tensors: PolicyTensors, own: list[th.Tensor]) -> An
     return load_policy(dump_policy(policy, tensors), own)
 
 
+def copy_here(policy: Any, tensors: PolicyTensors, own: list[th.Tensor]) -> Any:
+    return copy_policy(policy, tensors, [], own)
+
+
 def replicate(policy: Any, transfer: Any = send_policy, n_slots: int = 2) -> tuple[Replica, Publisher]:
     tensors = PolicyTensors(policy)
     slots = list(th.zeros((n_slots, aligned(tensors.nbytes)), dtype=th.uint8))
@@ -148,7 +152,7 @@ def state(policy: Any) -> dict[str, th.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
 
 
-@pytest.mark.parametrize("transfer", [send_policy, copy_policy])
+@pytest.mark.parametrize("transfer", [send_policy, copy_here])
 def test_a_replica_shows_what_is_published(transfer: Any) -> None:
     policy = make_policy()
     replica, publisher = replicate(policy, transfer)
@@ -178,13 +182,13 @@ def test_a_policy_that_cannot_travel_is_named() -> None:
     with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be pickled .*'_thread.lock'"):
         dump_policy(policy, PolicyTensors(policy))
     with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be copied: .*'_thread.lock'"):
-        copy_policy(policy, PolicyTensors(policy), PolicyTensors(policy).tensors)
+        copy_policy(policy, PolicyTensors(policy), [], PolicyTensors(policy).tensors)
 
 
 def test_exploration_matrices_are_copied_too() -> None:
     policy = PPO("MlpPolicy", DummyVecEnv([lambda: WalkEnv(None, spaces.Box(-1, 1, (2,)))]), use_sde=True, device="cpu").policy
     policy.reset_noise(3)
-    replica, _ = replicate(policy, copy_policy)
+    replica, _ = replicate(policy, copy_here)
     theirs: Any = replica.policy.action_dist
     assert th.equal(theirs.exploration_mat, policy.action_dist.exploration_mat)  # type: ignore[union-attr]
 
@@ -238,7 +242,8 @@ def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def collected(model: Any) -> Collected:
     buffer = model.rollout_buffer
-    return Collected(buffer.observations, buffer.rewards, Position(model._last_obs, model._last_episode_starts))
+    end = Position(model._last_obs, model._last_episode_starts)
+    return Collected(buffer.observations, buffer.rewards, end, shapes_of(buffer))
 
 
 def test_corrections_change_nothing_when_the_policy_is_the_same() -> None:

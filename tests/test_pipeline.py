@@ -730,6 +730,46 @@ def test_a_train_of_ones_own(env: HTSVecEnv) -> None:
     assert model._n_updates == 4 * 2
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "kwargs"), [(HTSPPO, {}), (HTSPPO, {"correction": "decoupled"}), (HTSA2C, {"correction": "truncated_is"})]
+)
+def test_training_may_read_the_buffer_first_or_happen_twice(env: HTSVecEnv, algorithm: Any, kwargs: Any) -> None:
+    class Reading(algorithm):
+        def train(self) -> None:
+            state = np.random.get_state()
+            assert sum(len(batch.actions) for batch in self.rollout_buffer.get(5)) == ROLLOUT
+            np.random.set_state(state)
+            super().train()
+
+    class Twice(algorithm):
+        def train(self) -> None:
+            super().train()
+            super().train()
+
+    results = [parameters(make_model(cls, env, **kwargs).learn(4 * ROLLOUT)) for cls in (Reading, algorithm)]
+    assert same(*results)
+    assert make_model(Twice, env, **kwargs).learn(3 * ROLLOUT)._n_updates == 2 * 3 * (2 if algorithm is HTSPPO else 1)
+
+
+@pytest.mark.parametrize("vec_env_cls", [HTSVecEnv, DummyVecEnv])
+def test_a_callback_may_call_learn(vec_env_cls: Any) -> None:
+    counts = []
+    for cls in (HTSPPO, PPO):
+        env = vec_env_cls([WalkEnv] * N_ENVS)
+        model = cls("MlpPolicy", env, **PPO_KWARGS)
+        nested: list[Any] = []
+
+        def nest(_: Any, model: Any = model, nested: list[Any] = nested) -> None:
+            if not nested:
+                nested.append(None)
+                model.learn(ROLLOUT, reset_num_timesteps=False)
+
+        model.learn(4 * ROLLOUT, AtRolloutEnd(nest))
+        counts.append((model.num_timesteps, model._n_updates, env.get_attr("n_steps")))
+        env.close()
+    assert counts[0] == counts[1]
+
+
 def test_rollouts_without_training(env: HTSVecEnv) -> None:
     model = make_model(HTSPPO, env)
     _, callback = model._setup_learn(100 * ROLLOUT)

@@ -16,6 +16,7 @@ from envs import WalkEnv
 from gymnasium import spaces
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.policies import ActorCriticPolicy
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper, VecVideoRecorder
 
 from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv
@@ -111,6 +112,29 @@ def test_environments_that_reuse_what_they_return() -> None:
     np.testing.assert_equal(results[0][1], results[1][1])
 
 
+class UnsortedVecEnv(DummyVecEnv):
+    """Gives the parts of observations in another order than the space, as third-party environments may."""
+
+    def unsort(self, observations: Any) -> Any:
+        return {key: observations[key] for key in reversed(observations)}
+
+    def reset(self) -> Any:
+        return self.unsort(super().reset())
+
+    def step_wait(self) -> Any:
+        observations, *others = super().step_wait()
+        return self.unsort(observations), *others
+
+
+def test_the_order_of_observations_keys_does_not_matter() -> None:
+    space = spaces.Dict(a=spaces.Box(0, 255, (4,), np.uint8), b=spaces.Box(-1, 1, (4,), np.float32))
+    results = []
+    for cls in (DummyVecEnv, UnsortedVecEnv):
+        model = HTSPPO("MultiInputPolicy", cls([partial(WalkEnv, space)] * 2), **PPO_KWARGS).learn(3 * 2 * N_STEPS)
+        results.append(parameters(model))
+    assert same(*results)
+
+
 class LockVecEnv(DummyVecEnv):
     def step_wait(self) -> Any:
         observations, rewards, dones, infos = super().step_wait()
@@ -174,6 +198,57 @@ def test_modes_do_not_leak_between_collector_and_learner() -> None:
     # In training mode in the main thread, in evaluation mode in the other; the correction evaluates in the main thread
     assert ModeNoting.seen == {(True, True), (False, False), (False, True)}
     assert same(*results)
+
+
+class LookingPolicy(ActorCriticPolicy):
+    """Looks at the environments when it acts."""
+
+    env: Any = None
+
+    def forward(self, obs: th.Tensor, deterministic: bool = False) -> Any:
+        _, values, log_probs = super().forward(obs, deterministic)
+        return th.as_tensor([n_steps % 3 for n_steps in self.env.get_attr("n_steps")]), values, log_probs
+
+
+@pytest.mark.parametrize("cls", [DummyVecEnv, SubprocVecEnv])
+def test_a_policy_may_hold_the_environments(cls: Any) -> None:
+    env = cls([WalkEnv] * 2)
+    model = HTSPPO(LookingPolicy, env, **PPO_KWARGS)
+    model.policy.env = env  # type: ignore[assignment]
+    actions: list[int] = []
+    model.learn(3 * 2 * N_STEPS, lambda locals_, _: bool(actions.append(int(locals_["actions"][0])) or True))
+    assert actions == [step % 3 for step in range(3 * N_STEPS)]
+    assert env.get_attr("n_steps") == [3 * N_STEPS] * 2
+    env.close()
+
+
+class CountingExtractor(BaseFeaturesExtractor):
+    """Changes a buffer at each forward, and caches something of the size of the batch."""
+
+    def __init__(self, space: Any) -> None:
+        super().__init__(space, 3)
+        self.register_buffer("mean", th.zeros(3))
+        self.register_buffer("cache", th.zeros(1), persistent=False)
+
+    def forward(self, inputs: th.Tensor) -> th.Tensor:
+        with th.no_grad():
+            self.mean += 0.05 * (inputs.mean(dim=0) - self.mean)
+        self.cache = th.zeros(len(inputs))
+        return inputs - self.mean
+
+
+@pytest.mark.parametrize("make_env", [DummyVecEnv, partial(HTSVecEnv, envs_per_group=2)], ids=["thread", "workers"])
+def test_forwards_may_change_buffers(make_env: Any) -> None:
+    """Those who act have their own."""
+    results = []
+    for jitter in (0.0, 0.003, 0.003):
+        env = make_env([partial(WalkEnv, jitter=jitter)] * N_ENVS)
+        kwargs = {**PPO_KWARGS, "policy_kwargs": {"features_extractor_class": CountingExtractor}}
+        model = HTSPPO("MlpPolicy", env, **kwargs).learn(4 * ROLLOUT)
+        results.append([parameter.detach().clone() for parameter in model.policy.parameters()])
+        env.close()
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
 
 
 class SelfPlayEnv(WalkEnv):

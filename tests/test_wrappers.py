@@ -21,6 +21,7 @@ from stable_baselines3.common.vec_env import (
     DummyVecEnv,
     VecCheckNan,
     VecEnv,
+    VecExtractDictObs,
     VecFrameStack,
     VecMonitor,
     VecNormalize,
@@ -84,6 +85,45 @@ def test_monitor_file_has_every_episode_in_order(tmp_path: Path, callback: bool)
     expected = episodes if callback else list(model.ep_info_buffer)  # type: ignore[arg-type]
     assert written == [{name: str(value) for name, value in episode.items()} for episode in expected]
     assert list(written[0]) == ["r", "l", "t", "TimeLimit.truncated"]
+
+
+class KeepingEnv(WalkEnv):
+    """Returns one info dict for ever, and never clears it."""
+
+    def __init__(self, space: Any = None) -> None:
+        super().__init__(space)
+        self.info: dict[str, Any] = {}
+
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], self.info
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.info.update(info)
+        return observation, reward, terminated, truncated, self.info
+
+
+def test_environments_may_keep_their_info(tmp_path: Path) -> None:
+    space = spaces.Dict(a=spaces.Box(-1, 1, (3,)), b=spaces.Box(-1, 1, (2,)))
+    env = VecMonitor(VecExtractDictObs(make_env(partial(KeepingEnv, space)), "a"), str(tmp_path / "all"))
+    model = HTSPPO("MlpPolicy", env, **PPO_KWARGS).learn(4 * ROLLOUT)
+    env.close()
+    assert len((tmp_path / "all.monitor.csv").read_text().splitlines()) - 2 == env.episode_count
+    assert len(model.ep_info_buffer) == env.episode_count > 12  # type: ignore[arg-type]
+
+
+def test_monitor_file_has_the_episodes_of_a_cancelled_rollout(tmp_path: Path) -> None:
+    class Exploding(HTSPPO):
+        def train(self) -> None:
+            if self._n_updates:
+                raise Boom
+            super().train()
+
+    env = VecMonitor(make_env(n_workers=1), str(tmp_path / "all"))
+    with pytest.raises(Boom):
+        Exploding("MlpPolicy", env, **PPO_KWARGS).learn(4 * ROLLOUT)
+    env.close()
+    assert len((tmp_path / "all.monitor.csv").read_text().splitlines()) - 2 == env.episode_count
 
 
 def test_monitor_returns_are_the_raw_ones_below_normalize(tmp_path: Path) -> None:
@@ -257,6 +297,14 @@ def test_a_callback_may_change_settings_for_the_next_rollout() -> None:
     env.close()
     assert largest[0] > 0.25
     assert largest[1:] == [0.25, 0.25]
+
+
+def test_statistics_of_an_older_version() -> None:
+    """Which has not yet known keys."""
+    env = VecNormalize(make_env())
+    del env.norm_obs_keys
+    HTSPPO("MlpPolicy", env, **PPO_KWARGS).learn(2 * ROLLOUT)
+    env.close()
 
 
 def test_save_load_and_sync(tmp_path: Path) -> None:
