@@ -141,16 +141,17 @@ class ThreadCollector(Collector):
 
     # --- anybody's thread -------------------------------------------------------------------------------------------
 
-    def before_waiting(self) -> None:
-        """Wait for the end of the rollout, unless it is the collecting thread that asks."""
-        if self.keeps_out():
+    def before_asking(self, stepping: bool) -> None:
+        """Wait for the end of the rollout, unless it is the collecting thread that asks, or one that steps on its behalf."""
+        if self.keeps_out(stepping):
             if threading.current_thread() is self._learner:
                 self.publish_rest(self._version)
             self._at_rest.wait()
 
-    def keeps_out(self) -> bool:
-        """Whether a rollout is being collected by another thread than the present one."""
-        return not self._at_rest.is_set() and threading.current_thread() is not self._collecting
+    def keeps_out(self, stepping: bool) -> bool:
+        """Whether a rollout is being collected, and not by or for the present thread."""
+        thread = threading.current_thread()
+        return not self._at_rest.is_set() and thread is not self._collecting and (thread is self._learner or not stepping)
 
     def predict_here(self, *args: Any, **kwargs: Any) -> Any:
         if self._executor is None or threading.current_thread() is not self._collecting:

@@ -31,10 +31,13 @@ CANCEL_TIMEOUT = 30.0
 class Borrower(Protocol):
     """Who steps the environments by itself for a whole rollout, in a thread of its own."""
 
-    def before_waiting(self) -> None:
-        """Called by whoever is about to ask the environments, in its own thread; returns at the rollout's end."""
+    def before_asking(self, stepping: bool) -> None:
+        """Called by whoever is about to ask the environments, in its own thread; returns once it may.
 
-    def keeps_out(self) -> bool:
+        :param stepping: Asks for a step or reset. Some wrappers do that in a thread of their own.
+        """
+
+    def keeps_out(self, stepping: bool) -> bool:
         """Whether the present thread has to wait."""
 
 
@@ -98,8 +101,7 @@ class Workforce:
     def idle(self, *, stepping: bool = False) -> Iterator[None]:
         """Hold the lock with nothing under way.
 
-        :param stepping: On the way to a step or reset. While the environments are lent, nobody but the borrower does that,
-            in whatever thread: some wrappers step in one of their own.
+        :param stepping: On the way to a step or reset.
         :raises ClosedError: If the workers are gone.
         :raises WorkerError: If one of them failed in what was under way.
         """
@@ -107,10 +109,10 @@ class Workforce:
             # Before the lock: whoever holds it may be waiting for snapshots that only this thread can publish
             if self._phase is Phase.COLLECTING and self._owner is not None:
                 self._owner.before_waiting()
-            elif self._borrower is not None and not stepping:
-                self._borrower.before_waiting()
+            elif self._borrower is not None:
+                self._borrower.before_asking(stepping)
             with self._lock:
-                if self._borrower is not None and not stepping and self._borrower.keeps_out():
+                if self._borrower is not None and self._borrower.keeps_out(stepping):
                     continue  # it has begun another rollout meanwhile
                 self._become_idle()
                 yield
@@ -173,7 +175,7 @@ class Workforce:
     def close(self) -> None:
         """Close the environments and end the workers; works in any phase and more than once."""
         if self._borrower is not None:
-            self._borrower.before_waiting()
+            self._borrower.before_asking(stepping=False)
         with self._lock:
             if self._phase is Phase.COLLECTING:
                 self.cancel_rollout()

@@ -435,6 +435,21 @@ def test_the_learner_and_other_threads_wait_for_the_end_of_the_rollout() -> None
     assert counts == [[2 * N_STEPS] * N_ENVS] * 5 + [[3 * N_STEPS] * N_ENVS] * 10
 
 
+def test_the_learner_waits_before_it_steps_the_environments_itself() -> None:
+    env = HTSVecEnv([WalkEnv] * N_ENVS)
+    counts: list[int] = []
+
+    class Stepping(HTSPPO):
+        def train(self) -> None:
+            env.step(np.zeros(N_ENVS, int))
+            counts.append(env.get_attr("n_steps")[0])
+            super().train()
+
+    make_model(Stepping, Unknown(env)).learn(3 * ROLLOUT)
+    env.close()
+    assert counts == [2 * N_STEPS + 1, 3 * N_STEPS + 2, 3 * N_STEPS + 3]
+
+
 class ElsewhereWrapper(Unknown):
     """Steps in a thread of its own, as one with a time limit would."""
 
@@ -475,10 +490,10 @@ def test_whoever_comes_between_two_rollouts_waits_again() -> None:
     class Borrower:
         events: list[str] = []  # noqa: RUF012
 
-        def before_waiting(self) -> None:
+        def before_asking(self, stepping: bool) -> None:
             self.events.append("waited")
 
-        def keeps_out(self) -> bool:
+        def keeps_out(self, stepping: bool) -> bool:
             self.events.append("looked")
             return len(self.events) < 5
 
