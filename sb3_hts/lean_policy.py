@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch as th
-from stable_baselines3.common.distributions import CategoricalDistribution, DiagGaussianDistribution
+from stable_baselines3.common.distributions import (
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    StateDependentNoiseDistribution,
+)
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 Forward = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
+Network = Callable[[Any], tuple[th.Tensor, th.Tensor]]
 Evaluation = Callable[[Any, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
@@ -82,19 +87,38 @@ def lean_forward(policy: ActorCriticPolicy) -> Forward:
     :return: Observations to ``(actions, values, log_probs)``; call it without gradients.
     """
     distribution_class = _distribution_of(policy, "forward")
-    # Calling the module itself runs its hooks
-    if distribution_class is None or policy._forward_hooks or policy._forward_pre_hooks:
+    network = lean_network(policy)
+    if distribution_class is None or network is None:
         return policy
+    shape = policy.action_space.shape
 
     def forward(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
-        latent_pi, latent_vf = _latents(policy, obs)
-        values = policy.value_net(latent_vf)
-        distribution = distribution_class.of(policy, policy.action_net(latent_pi))
+        parameters, values = network(obs)
+        distribution = distribution_class.of(policy, parameters)
         actions = distribution.sample()
-        log_probs = distribution.log_prob(actions)
-        return actions.reshape((-1, *policy.action_space.shape)), values, log_probs  # type: ignore[misc]
+        return actions.reshape((-1, *shape)), values, distribution.log_prob(actions)  # type: ignore[misc]
 
     return forward
+
+
+def lean_network(policy: ActorCriticPolicy) -> Network | None:
+    """``policy(obs)`` up to where it draws from the distribution; ``None`` if it does not divide there.
+
+    :param policy: In evaluation mode.
+    :return: Observations to ``(parameters of the distribution, values)``; call it without gradients.
+    """
+    # Calling the module itself runs its hooks
+    if not _is_stock(policy, "forward") or policy._forward_hooks or policy._forward_pre_hooks:
+        return None
+    if isinstance(policy.action_dist, StateDependentNoiseDistribution):
+        return None
+
+    def network(obs: Any) -> tuple[th.Tensor, th.Tensor]:
+        latent_pi, latent_vf = _latents(policy, obs)
+        values = policy.value_net(latent_vf)
+        return policy.action_net(latent_pi), values
+
+    return network
 
 
 def lean_evaluation(policy: ActorCriticPolicy) -> Evaluation:
@@ -118,12 +142,15 @@ def lean_evaluation(policy: ActorCriticPolicy) -> Evaluation:
     return evaluate_actions
 
 
+def _is_stock(policy: ActorCriticPolicy, method: str) -> bool:
+    """Whether neither a method nor how it makes its distribution has been overridden."""
+    names = (method, "_get_action_dist_from_latent")
+    return all(name not in vars(policy) and getattr(type(policy), name, None) is _STOCK[name] for name in names)
+
+
 def _distribution_of(policy: ActorCriticPolicy, method: str) -> type[_Categorical] | type[_Gaussian] | None:
     """What takes the place of the policy's distribution in a method; ``None`` if the method must be called as it is."""
-    for name in (method, "_get_action_dist_from_latent"):
-        if name in vars(policy) or getattr(type(policy), name, None) is not _STOCK[name]:
-            return None
-    return _DISTRIBUTIONS.get(type(getattr(policy, "action_dist", None)))
+    return _DISTRIBUTIONS.get(type(policy.action_dist)) if _is_stock(policy, method) else None
 
 
 def _latents(policy: ActorCriticPolicy, obs: Any) -> Any:
