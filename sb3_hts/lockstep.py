@@ -1,27 +1,35 @@
-"""One batch of environments that act and step together: the inner loop of every rollout."""
+"""One batch of environments that step together: the inner loop of every rollout."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 
-from sb3_hts.acting import GroupActor
+from sb3_hts.shared_arrays import Array
 from sb3_hts.storage import Half
 
 
+class Critic(Protocol):
+    """Who values terminal observations."""
+
+    def write_terminal_value(self, half: Half, t: int, row: int, observation: Any) -> None:
+        """See :meth:`sb3_hts.acting.GroupActor.write_terminal_value`."""
+
+
 class Lockstep:
-    """Acts for a stack of environments, steps it, and writes down what happens.
+    """Steps a stack of environments, and writes down what happens.
 
     :param stack: The environments, with their wrappers.
-    :param actor: Acts for them.
+    :param columns: Which they are.
+    :param critic: Values the observations with which a time limit ended an episode, before the next step is taken.
     """
 
-    def __init__(self, stack: VecEnv, actor: GroupActor) -> None:
+    def __init__(self, stack: VecEnv, columns: slice, critic: Critic) -> None:
         self.stack = stack
-        self.columns = actor.columns
-        self._actor = actor
+        self.columns = columns
+        self._critic = critic
 
     def read_extras(self, half: Half, t: int) -> None:
         """Write what else belongs to step ``t``, from the environments' methods of that name."""
@@ -34,14 +42,14 @@ class Lockstep:
                     )
                 row[...] = np.reshape(value, row.shape)
 
-    def step(self, half: Half, t: int, first_step: int) -> list[dict[str, Any]]:
-        """Act and step once; writes row ``t`` of the columns, and the observations of row ``t + 1``.
+    def step(self, half: Half, t: int, actions: Array) -> list[dict[str, Any]]:
+        """Step once; writes row ``t`` of the columns, and the observations of row ``t + 1``.
 
-        :param first_step: Global step of the rollout's first step.
+        :param actions: What the environments get, ``(size, ...)``; they may keep it.
         :return: The info dicts.
         """
         columns = self.columns
-        new_obs, rewards, dones, infos = self.stack.step(self._actor.act(half, t, first_step))
+        new_obs, rewards, dones, infos = self.stack.step(actions)
         half.rewards[t, columns] = rewards
         half.dones[t, columns] = dones
         for key, array in half.observations.items():
@@ -54,12 +62,9 @@ class Lockstep:
         for row in np.flatnonzero(half.dones[t, self.columns]):
             observation = infos[row].get("terminal_observation")
             if observation is not None and infos[row].get("TimeLimit.truncated", False):
-                self._actor.write_terminal_value(half, t, int(row), observation)
+                self._critic.write_terminal_value(half, t, int(row), observation)
 
-    def finish(self, half: Half, steps_done: int) -> None:
-        """Write the value of the last observation; after a cancellation, move what is latest to where it belongs."""
-        if steps_done == len(half.dones):
-            self._actor.write_last_values(half)
-            return
+    def settle(self, half: Half, steps_done: int) -> None:
+        """After a cancellation, move what is latest to where it belongs."""
         for array in [*half.observations.values(), *half.memory.values()]:
             array[-1, self.columns] = array[steps_done, self.columns]

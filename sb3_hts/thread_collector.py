@@ -64,7 +64,8 @@ class ThreadCollector(Collector):
         make_policy = partial(copy_policy, policy, tensors, [*wrappers, base])
         self._replica = Replica(tensors.specs, slots, make_policy, plan.noise_key, th.Generator(policy.device))
         self.description = f"a thread of this process steps all environments in lockstep, because {reason}"
-        self._lockstep = Lockstep(env, plan.manner.actor_class(self._replica, plan.manner, slice(0, env.num_envs)))
+        self._actor = plan.manner.actor_class(self._replica, plan.manner, slice(0, env.num_envs))
+        self._lockstep = Lockstep(env, self._actor.columns, self._actor)
         self._workforce = base.workforce if isinstance(base, HTSVecEnv) else None
         self._learner = threading.current_thread()
         self._collecting: threading.Thread | None = None
@@ -119,7 +120,7 @@ class ThreadCollector(Collector):
         progress = self._progress
         half, parameters = self._data
         if progress.steps_done < self._plan.layout.n_steps:
-            self._lockstep.finish(half, progress.steps_done)
+            self._lockstep.settle(half, progress.steps_done)
         return Rollout(
             half=half,
             parameters=parameters,
@@ -181,12 +182,13 @@ class ThreadCollector(Collector):
             if self._cancelled:
                 break
             self._lockstep.read_extras(half, t)
-            infos = self._lockstep.step(half, t, job.first_step)
+            infos = self._lockstep.step(half, t, self._actor.act(half, t, job.first_step))
             # Environments may use the same dicts for ever
             progress.infos.update({(t, i): _keep(info) for i, info in enumerate(infos) if not is_plain(info)})
             half.versions[t] = self._versions[job.first_slot + snapshot]
             progress.steps_done = t + 1
-        self._lockstep.finish(half, progress.steps_done)
+        if progress.steps_done == n_steps:
+            self._actor.write_last_values(half)
         progress.finished_at = time.monotonic()
 
     def _await_snapshot(self, snapshot: int) -> None:

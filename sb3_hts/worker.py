@@ -51,7 +51,7 @@ from sb3_hts.protocol import (
     Unconfigure,
 )
 from sb3_hts.registration import load_registrations
-from sb3_hts.rollout_runner import Channel, Program, RolloutRunner
+from sb3_hts.rollout_runner import Channel, Host, LocalRunner, Program, RolloutRunner
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
 from sb3_hts.slots import ParameterSlots
@@ -244,13 +244,11 @@ class _Worker:
             block.release_descriptor()
         self._report(Activity.ACTING)
         program: Program = loads(request.program)
-        self._runner = RolloutRunner(
+        self._runner = LocalRunner(
             program,
             RolloutStorage(program.layout, storage_block),
             ParameterSlots(program.slot_nbytes, program.n_slots, slots_block),
-            self._groups,
-            Channel(self._worker, self._connection, self._status),
-            self._generators,
+            Host(self._groups, Channel(self._worker, self._connection, self._status), self._generators),
         )
         return Done()
 
