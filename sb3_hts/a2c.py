@@ -11,6 +11,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 
 from sb3_hts.algorithm import HTSOnPolicyAlgorithm
+from sb3_hts.arguments import own_env
 from sb3_hts.corrections import A2C_CORRECTIONS, Correction
 
 SelfHTSA2C = TypeVar("SelfHTSA2C", bound="HTSA2C")
@@ -72,7 +73,7 @@ class HTSA2C(HTSOnPolicyAlgorithm, A2C):
         self.n_snapshots = 1
         self.correction = correction
         self.inference = inference
-        with self._own_env(env, n_envs) as vec_env:
+        with own_env(env, n_envs) as vec_env:
             super().__init__(
                 policy,
                 vec_env,

@@ -8,31 +8,28 @@ and :meth:`HTSOnPolicyAlgorithm.train`; each ``learn()`` has a pipeline of its o
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import gymnasium as gym
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, EvalCallback
-from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
-from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.type_aliases import MaybeCallback
+from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.acting import Manner
+from sb3_hts.arguments import check_arguments
 from sb3_hts.collector import Collector, Plan, Position, Rollout, action_spec, as_observation, specs_of
 from sb3_hts.collectors import make_collector
 from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes, shapes_of
-from sb3_hts.errors import HTSError, WorkerRaised
+from sb3_hts.errors import HTSError
 from sb3_hts.heap import keeping_freed_memory
 from sb3_hts.lean_training import lean_training
-from sb3_hts.placement import checked_count, is_integer
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.publishing import publish_during
 from sb3_hts.replay import Replay
@@ -41,10 +38,6 @@ from sb3_hts.storage import RolloutLayout
 from sb3_hts.threads import beside_workers
 from sb3_hts.vec_env import HTSVecEnv
 from sb3_hts.wrappers import channels_last_keys, normalized_keys, unwrap
-
-DEFAULT_SNAPSHOTS = 4
-"""Refreshes of the behaviour policy per rollout, if the rollout is long enough."""
-
 
 SAME_KIND_OF_ENV = (
     r"Training and eval env are not of the same type<sb3_hts\.vec_env\.HTSVecEnv object at \w+> "
@@ -110,37 +103,6 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
 
     # --- arguments --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    @contextmanager
-    def _own_env(env: GymEnv | str, n_envs: int | None) -> Iterator[GymEnv]:
-        """Turn an environment's name into an ``HTSVecEnv``, which does not outlive a failure of the block.
-
-        :raises ValueError: If ``n_envs`` is given with anything but a name.
-        """
-        if not isinstance(env, str):
-            if n_envs is not None:
-                raise ValueError(
-                    f"n_envs={n_envs} goes with the name of an environment only: leave it out, or make the environments by "
-                    f"make_vec_env(..., n_envs={n_envs}, vec_env_cls=HTSVecEnv)."
-                )
-            yield env
-            return
-        n_envs = 1 if n_envs is None else checked_count("n_envs", n_envs)
-        # Those of a multiprocessing.Pool, for instance, must not have children
-        vec_env_cls: Any = DummyVecEnv if multiprocessing.current_process().daemon else HTSVecEnv
-        try:
-            vec_env = make_vec_env(env, n_envs=n_envs, vec_env_cls=vec_env_cls)
-        except WorkerRaised as error:
-            # An unknown name, a missing package: as from gym.make() in this process
-            if isinstance(error.__cause__, gym.error.Error):
-                raise error.__cause__ from None
-            raise
-        try:
-            yield vec_env
-        except BaseException:
-            vec_env.close()
-            raise
-
     def _setup_model(self) -> None:
         self._check_arguments()
         super()._setup_model()
@@ -155,26 +117,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
 
     def _check_arguments(self) -> None:
         # Here and not in __init__, because load(**kwargs) sets attributes without it
-        if not is_integer(self.policy_lag) or self.policy_lag not in (0, 1):
-            raise ValueError(f"policy_lag must be 0 (synchronous) or 1 (collect during train()), not {self.policy_lag!r}.")
-        if not isinstance(self.correction, str) or self.correction not in self.corrections:
-            raise ValueError(f"correction must be one of {sorted(self.corrections)}, not {self.correction!r}.")
-        if self.inference not in ("auto", "local"):
-            raise ValueError(f'inference must be "auto" or "local", not {self.inference!r}.')
-        self.n_steps = checked_count("n_steps", self.n_steps)
-        if self.n_snapshots is None or self.n_snapshots == self._default_snapshots:
-            self.n_snapshots = self._default_snapshots = min(DEFAULT_SNAPSHOTS, self.n_steps)
-        self.n_snapshots = checked_count("n_snapshots", self.n_snapshots)
-        if self.n_snapshots > self.n_steps:
-            raise ValueError(
-                f"n_snapshots={self.n_snapshots} is more than n_steps={self.n_steps}: each snapshot needs at least one step; "
-                f"pass n_snapshots={self.n_steps} or less."
-            )
-        self.policy_lag = int(self.policy_lag)
-        if self.env is not None and self.n_envs != self.env.num_envs:
-            raise ValueError(
-                f"n_envs={self.n_envs} does not fit the environment, which has {self.env.num_envs}: leave it out."
-            )
+        check_arguments(self)
 
     def _excluded_save_params(self) -> list[str]:
         return [*super()._excluded_save_params(), "_run"]
@@ -213,14 +156,16 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     def _end(self, collector: Collector | None) -> None:
         if collector is None:
             return
-        # A worker that failed has been reported already, or will be at the next use of the environments
-        with suppress(HTSError):
-            unfinished = collector.cancel()
-            if unfinished is not None:
-                self._go_to(unfinished.end())
-                infos = unfinished.load_infos()
-                collector.note_episodes({place: info for place, info in infos.items() if unfinished.half.dones[place]})
-        collector.release()
+        try:
+            # A worker that failed has been reported already, or will be at the next use of the environments
+            with suppress(HTSError):
+                unfinished = collector.cancel()
+                if unfinished is not None:
+                    self._go_to(unfinished.end())
+                    infos = unfinished.load_infos()
+                    collector.note_episodes({place: info for place, info in infos.items() if unfinished.half.dones[place]})
+        finally:
+            collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
         collector = make_collector(env, self.policy, self._plan(env, n_steps), background=self.policy_lag > 0)

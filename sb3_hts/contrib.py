@@ -17,6 +17,7 @@ from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from sb3_hts.algorithm import HTSOnPolicyAlgorithm
+from sb3_hts.arguments import own_env
 from sb3_hts.contrib_kinds import MaskedKind, RecurrentKind
 from sb3_hts.corrections import PPO_CORRECTIONS, Correction
 from sb3_hts.policy_kinds import PolicyKind
@@ -47,7 +48,7 @@ class _HTSContribAlgorithm(HTSOnPolicyAlgorithm):
         self.n_snapshots = n_snapshots  # type: ignore[assignment] # _setup_model() puts a number in the place of None
         self.correction = correction
         self.inference = inference
-        with self._own_env(env, n_envs) as vec_env:
+        with own_env(env, n_envs) as vec_env:
             super().__init__(policy, vec_env, *args, **kwargs)  # type: ignore[arg-type]
 
     def _n_gradient_steps(self) -> int:

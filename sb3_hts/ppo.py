@@ -11,6 +11,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv, MaybeCallback, Schedule
 
 from sb3_hts.algorithm import HTSOnPolicyAlgorithm
+from sb3_hts.arguments import own_env
 from sb3_hts.corrections import PPO_CORRECTIONS, Correction
 
 SelfHTSPPO = TypeVar("SelfHTSPPO", bound="HTSPPO")
@@ -78,7 +79,7 @@ class HTSPPO(HTSOnPolicyAlgorithm, PPO):
         self.n_snapshots = n_snapshots  # type: ignore[assignment] # _setup_model() puts a number in the place of None
         self.correction = correction
         self.inference = inference
-        with self._own_env(env, n_envs) as vec_env:
+        with own_env(env, n_envs) as vec_env:
             super().__init__(
                 policy,
                 vec_env,

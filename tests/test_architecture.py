@@ -29,7 +29,7 @@ LAYERS = [
     ["worker_collector", "thread_collector", "policy_kinds", "publishing"],
     ["replay", "corrections"],
     ["collectors"],
-    ["contrib_kinds"],
+    ["contrib_kinds", "arguments"],
     ["algorithm"],
     ["ppo", "a2c", "contrib"],
     ["__init__"],

@@ -29,6 +29,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, WorkerError
+from sb3_hts.protocol import Activity
 from sb3_hts.worker_collector import why_not_in_workers
 
 N_ENVS, N_STEPS = 4, 8
@@ -124,6 +125,25 @@ def test_monitor_file_has_the_episodes_of_a_cancelled_rollout(tmp_path: Path) ->
         Exploding("MlpPolicy", env, **PPO_KWARGS).learn(4 * ROLLOUT)
     env.close()
     assert len((tmp_path / "all.monitor.csv").read_text().splitlines()) - 2 == env.episode_count
+
+
+def test_a_monitor_file_that_is_closed_too_early_keeps_no_memory(tmp_path: Path) -> None:
+    """What a failed ``learn()`` leaves behind cannot be written down, but the rest of the cleaning up takes place."""
+
+    class Closing(HTSPPO):
+        def train(self) -> None:
+            while base.workforce.pool.status.read(0)[0] is not Activity.AWAITING_SNAPSHOT:
+                pass  # until episodes have ended in the next rollout
+            assert env.results_writer is not None
+            env.results_writer.close()
+            raise Boom
+
+    with make_env(n_workers=1) as base:
+        env = VecMonitor(base, str(tmp_path / "all"))
+        with pytest.raises(ValueError, match="closed file"):
+            Closing("MlpPolicy", env, policy_lag=1, n_steps=64, batch_size=64).learn(10_000)
+        assert base.workforce._owner is None
+        assert base.get_attr("speed") == [1.0] * base.num_envs
 
 
 def test_monitor_returns_are_the_raw_ones_below_normalize(tmp_path: Path) -> None:
