@@ -130,7 +130,7 @@ class Render:
 class Configure:
     """Prepare to collect rollouts. Two file descriptors follow: the rollout storage, then the parameter slots.
 
-    ``program`` is a serialised :class:`~sb3_hts.acting.Program`: layout, behaviour policy, wrappers.
+    ``program`` is a serialised :class:`~sb3_hts.rollout_runner.Program`: layout, behaviour policy, wrappers.
     """
 
     program: bytes

@@ -219,7 +219,7 @@ class Workforce:
         """Prepare the workers to collect.
 
         :param owner: On whose behalf; the latest one only can start rollouts.
-        :param program: A serialised :class:`~sb3_hts.acting.Program`.
+        :param program: A serialised :class:`~sb3_hts.rollout_runner.Program`.
         :param storage: Memory of the rollout storage.
         :param slots: Memory of the parameter slots.
         """
