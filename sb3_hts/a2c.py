@@ -31,7 +31,14 @@ class HTSA2C(HTSOnPolicyAlgorithm, A2C):
     :param correction: ``"delayed_gradient"``: theta_{j+1} = theta_j + eta * grad J(theta_{j-1}), the gradient taken at the
         parameters that collected the rollout (the paper, equation (7)). ``"none"``: at the newest ones, as if the data
         were theirs. ``"truncated_is"``: the same with advantages weighted by min(pi_target / pi_behaviour, 1).
-    :param inference: Where the behaviour policy runs: ``"local"``, in the workers, on the CPU; ``"auto"`` chooses.
+    :param inference: Where the behaviour policy runs: ``"local"``: in the workers, on the CPU; ``"central"``: in processes of
+        its own, the actors, which serve whichever groups of environments are ready. ``"auto"``: local for a policy on the
+        CPU, central otherwise.
+    :param n_actors: Number of actors, with central inference only. Does not influence results.
+    :param actor_device: Where actors act; by default where the policy is.
+    :param central_batch: What actors forward: ``"full"``: a batch of all environments, ready or not; ``"group"``: each ready
+        group by itself, which works with any policy. ``"auto"`` chooses full for policies of SB3's own networks, except
+        for convolutions on the CPU. Part of the numerics.
     :raises ValueError: If one of them is out of range.
     """
 
@@ -67,12 +74,18 @@ class HTSA2C(HTSOnPolicyAlgorithm, A2C):
         policy_lag: int = 1,
         correction: str = "delayed_gradient",
         inference: str = "auto",
+        n_actors: int = 1,
+        actor_device: th.device | str | None = None,
+        central_batch: str = "auto",
     ) -> None:
         self.policy_lag = policy_lag
         # One gradient step per update leaves nothing to refresh the behaviour policy from
         self.n_snapshots = 1
         self.correction = correction
         self.inference = inference
+        self.n_actors = n_actors
+        self.actor_device = actor_device  # type: ignore[assignment] # _setup_model() puts its name in the place
+        self.central_batch = central_batch
         with own_env(env, n_envs) as vec_env:
             super().__init__(
                 policy,

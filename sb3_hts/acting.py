@@ -12,6 +12,7 @@ from gymnasium import spaces
 from stable_baselines3.common.distributions import StateDependentNoiseDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 
+from sb3_hts.exchange import memory_shape
 from sb3_hts.lean_policy import lean_forward
 from sb3_hts.replicas import Replica
 from sb3_hts.shared_arrays import Array, ArraySpec, empty_aligned
@@ -35,6 +36,14 @@ class Manner:
     channels_last: frozenset[Any]
     sde_sample_freq: int | None
 
+    def env_action_spec(self, policy: ActorCriticPolicy, action: ArraySpec) -> ArraySpec:
+        """Of what one environment gets.
+
+        :param action: Of what the policy returns.
+        """
+        example = np.zeros((1, *action.shape), action.dtype)
+        return ArraySpec(action.shape, self.actor_class.to_env(policy, self.action_space, example).dtype)
+
 
 class GroupActor:
     """Acts for one group: a fixed batch shape, an aligned input, an exploration matrix of its own.
@@ -55,8 +64,9 @@ class GroupActor:
         self._action_space = manner.action_space
         self._sde_sample_freq = manner.sde_sample_freq
         self._exploration: tuple[Any, Any] | None = None
+        self._explored_at = -1
         self._inputs = {
-            key: _input_array(self._size, spec, key in manner.channels_last) for key, spec in manner.observations.items()
+            key: input_array(self._size, spec, key in manner.channels_last) for key, spec in manner.observations.items()
         }
         self._tensors = {key: th.from_numpy(array) for key, array in self._inputs.items()}
         self._device = replica.policy.device
@@ -70,12 +80,24 @@ class GroupActor:
         :param first_step: Global step of the rollout's first step.
         :return: What the environments get, ``(size, ...)``.
         """
-        group = self.columns.start // self._size
+        self.explore(first_step, t)
+        self.seed(first_step + t)
         with self._replica.drawing:
-            if self._sde_sample_freq is not None:
-                self._explore(group, first_step, t)
-            self._replica.seed(group, first_step + t)
             outputs = self._compute(half, t)
+        return self.write(half, t, outputs)
+
+    def seed(self, step: int) -> None:
+        """Seed the generator for this group.
+
+        :param step: Global step.
+        """
+        self._replica.seed(self.columns.start // self._size, step)
+
+    def write(self, half: Half, t: int, outputs: tuple[th.Tensor, th.Tensor, th.Tensor]) -> Array:
+        """Write row ``t`` of the group's actions, values and log-probabilities.
+
+        :return: What the environments get, ``(size, ...)``.
+        """
         actions, half.values[t, self.columns], half.log_probs[t, self.columns] = (
             tensor.cpu().numpy().reshape(self._size, *shape)
             for tensor, shape in zip(outputs, (half.actions.shape[2:], (), ()), strict=True)
@@ -125,21 +147,33 @@ class GroupActor:
         tensors = {key: tensor.to(self._device) for key, tensor in self._tensors.items()}
         return tensors.get(None, tensors)
 
-    def _explore(self, group: int, first_step: int, t: int) -> None:
-        """gSDE: this group's exploration matrix, sampled anew when SB3 would."""
+    def exploration_start(self, t: int) -> int:
+        """gSDE: the step at which SB3 would have sampled the exploration matrix that holds at step ``t``."""
+        frequency = self._sde_sample_freq or 0
+        return t - t % frequency if frequency > 0 else 0
+
+    def is_exploring(self, first_step: int, t: int) -> bool:
+        """Whether the exploration matrix that holds at step ``t`` is there, or none is needed."""
+        return self._sde_sample_freq is None or self._explored_at == first_step + self.exploration_start(t)
+
+    def explore(self, first_step: int, t: int) -> None:
+        """Make the exploration matrix that holds at step ``t`` the policy's; if it is not there, sample it with the present
+        parameters."""
+        if self._sde_sample_freq is None:
+            return
         distribution = self.policy.action_dist
         assert isinstance(distribution, StateDependentNoiseDistribution)
-        frequency = self._sde_sample_freq or 0
-        if t == 0 or (frequency > 0 and t % frequency == 0):
-            self._replica.seed(group, first_step + t)
-            self.policy.reset_noise(self._size)
+        if not self.is_exploring(first_step, t):
+            self._explored_at = first_step + self.exploration_start(t)
+            self.seed(self._explored_at)
+            with self._replica.drawing:
+                self.policy.reset_noise(self._size)
             self._exploration = (distribution.exploration_mat, distribution.exploration_matrices)
         assert self._exploration is not None
         distribution.exploration_mat, distribution.exploration_matrices = self._exploration
 
 
-def _input_array(size: int, spec: ArraySpec, channels_last: bool) -> Array:
-    if not channels_last:
-        return empty_aligned((size, *spec.shape), spec.dtype)
-    channels, height, width = spec.shape
-    return empty_aligned((size, height, width, channels), spec.dtype).transpose(0, 3, 1, 2)
+def input_array(size: int, spec: ArraySpec, channels_last: bool) -> Array:
+    """A batch of observations, in memory as SB3 would pass it to the policy."""
+    array = empty_aligned((size, *memory_shape(spec, channels_last)), spec.dtype)
+    return array.transpose(0, 3, 1, 2) if channels_last else array

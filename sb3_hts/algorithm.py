@@ -29,6 +29,7 @@ from sb3_hts.collectors import make_collector
 from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes, shapes_of
 from sb3_hts.errors import HTSError
 from sb3_hts.heap import keeping_freed_memory
+from sb3_hts.inference import choose
 from sb3_hts.lean_training import lean_training
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.publishing import publish_during
@@ -84,7 +85,7 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     """Mixin over SB3's on-policy algorithms; to be named before the algorithm among the bases.
 
     Attributes saved with the model, all of plain types: ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``,
-    and the position in the noise stream.
+    ``n_actors``, ``actor_device``, ``central_batch``, and the position in the noise stream.
     """
 
     corrections: ClassVar[dict[str, Correction]] = {}
@@ -93,7 +94,11 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
     policy_lag: int
     n_snapshots: int
     correction: str
-    inference: str
+    # Those of files saved by earlier versions
+    inference: str = "auto"
+    n_actors: int = 1
+    actor_device: str | None = None
+    central_batch: str = "auto"
 
     _default_snapshots: int | None = None
     _noise_key: int | None = None
@@ -207,7 +212,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             extras=self.kind.extras(self),
             memory=specs_of(position.memory),
         )
-        return Plan(layout, manner, self.n_snapshots, self._noise_key)
+        central = choose(self.inference, self.policy, manner.actor_class, self.n_actors, self.actor_device, self.central_batch)
+        return Plan(layout, manner, self.n_snapshots, self._noise_key, central)
 
     def _position(self) -> Position:
         """Where the environments are, as far as the model knows."""

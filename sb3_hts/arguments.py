@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
+import torch as th
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from sb3_hts.errors import WorkerRaised
+from sb3_hts.inference import BATCHES, INFERENCES
 from sb3_hts.placement import checked_count, is_integer
 from sb3_hts.vec_env import HTSVecEnv
 
@@ -61,8 +63,7 @@ def check_arguments(model: Any) -> None:
         raise ValueError(f"policy_lag must be 0 (synchronous) or 1 (collect during train()), not {model.policy_lag!r}.")
     if not isinstance(model.correction, str) or model.correction not in model.corrections:
         raise ValueError(f"correction must be one of {sorted(model.corrections)}, not {model.correction!r}.")
-    if model.inference not in ("auto", "local"):
-        raise ValueError(f'inference must be "auto" or "local", not {model.inference!r}.')
+    _check_inference(model)
     model.n_steps = checked_count("n_steps", model.n_steps)
     if model.n_snapshots is None or model.n_snapshots == model._default_snapshots:
         model.n_snapshots = model._default_snapshots = min(DEFAULT_SNAPSHOTS, model.n_steps)
@@ -75,3 +76,27 @@ def check_arguments(model: Any) -> None:
     model.policy_lag = int(model.policy_lag)
     if model.env is not None and model.n_envs != model.env.num_envs:
         raise ValueError(f"n_envs={model.n_envs} does not fit the environment, which has {model.env.num_envs}: leave it out.")
+
+
+def _check_inference(model: Any) -> None:
+    for name, choices in (("inference", INFERENCES), ("central_batch", BATCHES)):
+        value = getattr(model, name)
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"{name} must be one of {sorted(choices)}, not {value!r}.")
+    model.n_actors = checked_count("n_actors", model.n_actors)
+    model.actor_device = None if model.actor_device is None else _checked_device(model.actor_device)
+    if model.inference == "local" and model.actor_device not in (None, "cpu"):
+        raise ValueError(
+            f'actor_device={model.actor_device!r} does not go with inference="local", which acts on the CPU: pass '
+            'inference="central", or leave actor_device out.'
+        )
+
+
+def _checked_device(device: Any) -> str:
+    """The name of a device that is there."""
+    try:
+        th.empty(0, device=device)
+        return str(th.device(device))
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"actor_device={device!r} cannot be used ({reason}): pass another one, or None.") from error

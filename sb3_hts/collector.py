@@ -26,6 +26,7 @@ import torch as th
 from gymnasium import spaces
 
 from sb3_hts.acting import Manner
+from sb3_hts.inference import Central
 from sb3_hts.replicas import Publisher
 from sb3_hts.shared_arrays import Array, ArraySpec
 from sb3_hts.storage import N_HALVES, Half, RolloutLayout, RolloutStorage
@@ -99,12 +100,14 @@ class Plan:
     :param manner: How to act.
     :param n_snapshots: Most snapshots per rollout.
     :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
+    :param central: Who acts for the workers; ``None``: they do themselves.
     """
 
     layout: RolloutLayout
     manner: Manner
     n_snapshots: int
     noise_key: int
+    central: Central | None = None
 
     @property
     def n_slots(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, TypeVar
 
+import torch as th
 from sb3_contrib import TRPO, MaskablePPO, RecurrentPPO
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
 from sb3_contrib.common.maskable.utils import is_masking_supported
@@ -42,12 +43,18 @@ class _HTSContribAlgorithm(HTSOnPolicyAlgorithm):
         n_snapshots: int | None = None,
         correction: str = "proximal",
         inference: str = "auto",
+        n_actors: int = 1,
+        actor_device: th.device | str | None = None,
+        central_batch: str = "auto",
         **kwargs: Any,
     ) -> None:
         self.policy_lag = policy_lag
         self.n_snapshots = n_snapshots  # type: ignore[assignment] # _setup_model() puts a number in the place of None
         self.correction = correction
         self.inference = inference
+        self.n_actors = n_actors
+        self.actor_device = actor_device  # type: ignore[assignment] # _setup_model() puts its name in the place
+        self.central_batch = central_batch
         with own_env(env, n_envs) as vec_env:
             super().__init__(policy, vec_env, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -61,7 +68,8 @@ class HTSMaskablePPO(_HTSContribAlgorithm, MaskablePPO):
     """PPO with invalid action masking and concurrent collection.
 
     A drop-in for :class:`sb3_contrib.MaskablePPO`: all its arguments, with the same meaning and defaults, and those that
-    :class:`~sb3_hts.HTSPPO` adds (``n_envs``, ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``). Masks are
+    :class:`~sb3_hts.HTSPPO` adds (``n_envs``, ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``, ``n_actors``,
+    ``actor_device``, ``central_batch``). Masks are
     read inside the workers, from the environments' method ``action_masks``, right before each step.
 
     :raises ValueError: If an argument is out of range.
@@ -118,7 +126,8 @@ class HTSRecurrentPPO(_HTSContribAlgorithm, RecurrentPPO):
     """PPO with LSTM policies and concurrent collection.
 
     A drop-in for :class:`sb3_contrib.RecurrentPPO`: all its arguments, with the same meaning and defaults, and those that
-    :class:`~sb3_hts.HTSPPO` adds (``n_envs``, ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``). LSTM states
+    :class:`~sb3_hts.HTSPPO` adds (``n_envs``, ``policy_lag``, ``n_snapshots``, ``correction``, ``inference``, ``n_actors``,
+    ``actor_device``, ``central_batch``). LSTM states
     live with the group; the buffer stores those of the behaviour policy, also where log-probabilities and values are
     computed anew.
 

@@ -23,6 +23,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 
 Forward = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
 Network = Callable[[Any], tuple[th.Tensor, th.Tensor]]
+Sampler = Callable[[th.Tensor], tuple[th.Tensor, th.Tensor]]
 Evaluation = Callable[[Any, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
@@ -57,7 +58,7 @@ class _Gaussian:
 
     @classmethod
     def of(cls, policy: ActorCriticPolicy, parameters: th.Tensor) -> _Gaussian:
-        return cls(parameters, th.ones_like(parameters) * policy.log_std.exp())
+        return cls(parameters, th.ones_like(parameters) * policy.log_std.exp().to(parameters.device))
 
     def sample(self) -> th.Tensor:
         if not th.isfinite(self.mean).all():
@@ -90,13 +91,12 @@ def lean_forward(policy: ActorCriticPolicy) -> Forward:
     network = lean_network(policy)
     if distribution_class is None or network is None:
         return policy
-    shape = policy.action_space.shape
+    sample = lean_sampler(policy)
 
     def forward(obs: Any) -> tuple[th.Tensor, th.Tensor, th.Tensor]:
         parameters, values = network(obs)
-        distribution = distribution_class.of(policy, parameters)
-        actions = distribution.sample()
-        return actions.reshape((-1, *shape)), values, distribution.log_prob(actions)  # type: ignore[misc]
+        actions, log_probs = sample(parameters)
+        return actions, values, log_probs
 
     return forward
 
@@ -119,6 +119,26 @@ def lean_network(policy: ActorCriticPolicy) -> Network | None:
         return policy.action_net(latent_pi), values
 
     return network
+
+
+def lean_sampler(policy: ActorCriticPolicy) -> Sampler:
+    """What ``policy(obs)`` does from where :func:`lean_network` ends.
+
+    :return: Parameters of the distribution, on the policy's device or on the CPU, to ``(actions, log_probs)``.
+    """
+    shape: Any = policy.action_space.shape
+    distribution_class = _DISTRIBUTIONS.get(type(policy.action_dist))
+
+    def sample(parameters: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+        if distribution_class is not None:
+            distribution: Any = distribution_class.of(policy, parameters)
+            actions = distribution.sample()
+        else:
+            distribution = policy.action_dist.proba_distribution(action_logits=parameters)
+            actions = distribution.get_actions()
+        return actions.reshape((-1, *shape)), distribution.log_prob(actions)
+
+    return sample
 
 
 def lean_evaluation(policy: ActorCriticPolicy) -> Evaluation:

@@ -17,14 +17,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, process, util
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from sb3_hts.errors import RemoteTraceback, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout, describe_exit
 from sb3_hts.interrupts import shielded
 from sb3_hts.processes import ForkServerLease, make_process
 from sb3_hts.protocol import Activity, Close, Failed
 from sb3_hts.serialization import loads
-from sb3_hts.shared_arrays import SharedBlock
 from sb3_hts.worker_status import ProgressWatch, WorkerStatus
 
 EXIT_CHECK_INTERVAL = 500
@@ -34,6 +33,13 @@ CLOSE_TIMEOUT = 5.0
 """Seconds that environments get to close in before their worker is killed."""
 
 
+class Sendable(Protocol):
+    """What travels by its file descriptors."""
+
+    def send(self, connection: Connection, pid: int) -> None:
+        """Pass it to the process at the other end of a pipe."""
+
+
 class WorkerPool:
     """Start the workers and talk to them.
 
@@ -41,6 +47,7 @@ class WorkerPool:
     :param target: Runs in each child as ``target(worker, connection, status, *args)``.
     :param args_per_worker: Further arguments, one tuple per worker.
     :param timeout: Seconds without progress after which a worker that is waited for counts as hung; ``None``: never.
+    :param role: What the workers are called.
 
     ``blocked_time`` adds up the seconds in which a caller waited for a reply that was not there yet.
     """
@@ -51,8 +58,10 @@ class WorkerPool:
         target: Callable[..., None],
         args_per_worker: Sequence[tuple[Any, ...]],
         timeout: float | None = None,
+        role: str = "worker",
     ) -> None:
         self.n_workers = len(args_per_worker)
+        self.role = role
         self.timeout = timeout
         self.status = WorkerStatus(self.n_workers)
         # Each worker begins with a reply: whether it could set itself up
@@ -82,7 +91,7 @@ class WorkerPool:
                 start_method,
                 target=target,
                 args=(worker, theirs, self.status, *args),
-                name=f"sb3-hts-worker-{worker}",
+                name=f"sb3-hts-{self.role}-{worker}",
             )
             child.start()
         finally:
@@ -94,22 +103,22 @@ class WorkerPool:
         """Process ids, in worker order."""
         return [child.pid or -1 for child in self._processes]
 
-    def send(self, worker: int, request: object, *blocks: SharedBlock) -> None:
+    def send(self, worker: int, request: object, *sendables: Sendable) -> None:
         """Send a request, which will be answered by one reply.
 
-        :param blocks: Shared memory that goes with it.
+        :param sendables: What goes with it.
         """
-        self.notify(worker, request, *blocks)
+        self.notify(worker, request, *sendables)
         self._pending[worker] += 1
 
-    def notify(self, worker: int, notice: object, *blocks: SharedBlock) -> None:
+    def notify(self, worker: int, notice: object, *sendables: Sendable) -> None:
         """Send a message that has no reply."""
         connection = self._connections[worker]
         with shielded:
             try:
                 connection.send_bytes(pickle.dumps(notice, protocol=pickle.HIGHEST_PROTOCOL))
-                for block in blocks:
-                    block.send(connection, self.pids[worker])
+                for sendable in sendables:
+                    sendable.send(connection, self.pids[worker])
             except OSError:
                 # The worker is gone; why is in its last message or its exit code, and whoever awaits the reply will say
                 pass
@@ -123,15 +132,23 @@ class WorkerPool:
         with shielded:
             return self.take(workers)
 
-    def wait(self, workers: Sequence[int], *, timeout: float | None = None, tolerate_failures: bool = False) -> None:
+    def wait(
+        self,
+        workers: Sequence[int],
+        *,
+        timeout: float | None = None,
+        tolerate_failures: bool = False,
+        helpers: WorkerPool | None = None,
+    ) -> None:
         """Return once the next reply of each of the workers has arrived. Can be interrupted and called again.
 
         :param timeout: Seconds without progress to allow where the pool itself has no limit.
         :param tolerate_failures: Treat :class:`~sb3_hts.protocol.Failed` as any other reply.
-        :raises WorkerError: As soon as one of the workers has failed; the pool is shut down then.
+        :param helpers: Those that the workers depend on meanwhile; all they may say is that they have failed.
+        :raises WorkerError: As soon as one of the workers or helpers has failed; the pool is shut down then.
         """
         try:
-            self._wait(workers, timeout if self.timeout is None else self.timeout, tolerate_failures)
+            self._wait(workers, timeout if self.timeout is None else self.timeout, tolerate_failures, helpers)
         except WorkerError:
             self.kill()
             raise
@@ -146,16 +163,18 @@ class WorkerPool:
             while self._pending[worker] or self._arrived[worker]:
                 self.receive([worker])
 
-    def _wait(self, workers: Sequence[int], limit: float | None, tolerate_failures: bool) -> None:
+    def _wait(self, workers: Sequence[int], limit: float | None, tolerate_failures: bool, helpers: WorkerPool | None) -> None:
         missing = []
         poll = select.poll()
+        if helpers is not None:
+            for helper in range(helpers.n_workers):
+                helpers._register(poll, helper)
         for worker in workers:
             if self._arrived[worker]:
                 self._check(worker, tolerate_failures)
                 continue
             missing.append(worker)
-            poll.register(self._connections[worker].fileno(), select.POLLIN)
-            poll.register(self._processes[worker].sentinel, select.POLLIN)
+            self._register(poll, worker)
         watch = ProgressWatch(self.status, missing, limit)
         while missing:
             started = time.monotonic()
@@ -167,6 +186,8 @@ class WorkerPool:
                 children = [self._processes[worker] for worker in missing]
                 ready = {child.sentinel for child in children if child.exitcode is not None}
             self.blocked_time += time.monotonic() - started
+            if helpers is not None:
+                helpers._check_all(ready)
             for worker in [worker for worker in missing if self._has_news(worker, ready)]:
                 self._read(worker)
                 self._check(worker, tolerate_failures)
@@ -176,6 +197,17 @@ class WorkerPool:
             hung = watch.first_hung(missing)
             if hung is not None:
                 raise self._hung(hung, limit)
+
+    def _register(self, poll: select.poll, worker: int) -> None:
+        poll.register(self._connections[worker].fileno(), select.POLLIN)
+        poll.register(self._processes[worker].sentinel, select.POLLIN)
+
+    def _check_all(self, ready: set[int]) -> None:
+        """Notice failures of workers that nobody has asked for anything."""
+        for worker in range(self.n_workers):
+            if self._has_news(worker, ready):
+                self._read(worker)
+                self._check(worker, tolerate_failures=False)
 
     def _has_news(self, worker: int, ready: set[int]) -> bool:
         """Whether a reply can be read.
@@ -206,7 +238,7 @@ class WorkerPool:
             original = original_exception(reply)
             # The traceback is in our message already
             original.__cause__ = None
-            raise worker_raised(worker, reply) from original
+            raise self.raised(worker, reply) from original
 
     def _died(self, worker: int) -> WorkerDied:
         child = self._processes[worker]
@@ -222,7 +254,17 @@ class WorkerPool:
 
     def _whereabouts(self, worker: int) -> tuple[str, int | None, Activity]:
         activity, env_index, _ = self.status.read(worker)
-        return _name(worker, env_index), env_index, activity
+        return self._name(worker, env_index), env_index, activity
+
+    def _name(self, worker: int, env_index: int | None) -> str:
+        process_name = f"{self.role} {worker}"
+        return process_name.capitalize() if env_index is None else f"Environment {env_index} (of {process_name})"
+
+    def raised(self, worker: int, failed: Failed) -> WorkerRaised:
+        """The error that says what a worker reported."""
+        subject = self._name(worker, failed.env_index)
+        message = f"{subject} failed {failed.activity}: {failed.summary}\n\n{failed.traceback}"
+        return WorkerRaised(message, worker, failed.env_index)
 
     def close(self) -> None:
         """Ask the workers to close their environments and exit; kill those that do not. Idempotent."""
@@ -240,17 +282,6 @@ class WorkerPool:
         """End all workers now, whatever they do. Idempotent."""
         if self._finalizer.still_active():
             self._finalizer()
-
-
-def _name(worker: int, env_index: int | None) -> str:
-    return f"Worker {worker}" if env_index is None else f"Environment {env_index} (of worker {worker})"
-
-
-def worker_raised(worker: int, failed: Failed) -> WorkerRaised:
-    """The error that says what a worker reported."""
-    subject = _name(worker, failed.env_index)
-    message = f"{subject} failed {failed.activity}: {failed.summary}\n\n{failed.traceback}"
-    return WorkerRaised(message, worker, failed.env_index)
 
 
 def original_exception(failed: Failed) -> BaseException:

@@ -34,7 +34,14 @@ class HTSPPO(HTSOnPolicyAlgorithm, PPO):
     :param correction: ``"proximal"``: before the first epoch, log-probabilities, values and advantages are computed anew
         under the policy that is about to be updated, so that ratio and clip refer to it. ``"behaviour"``: as collected.
         ``"decoupled"``: as proximal, with the centred advantages weighted by min(pi_target / pi_behaviour, 2).
-    :param inference: Where the behaviour policy runs: ``"local"``, in the workers, on the CPU; ``"auto"`` chooses.
+    :param inference: Where the behaviour policy runs: ``"local"``: in the workers, on the CPU; ``"central"``: in processes of
+        its own, the actors, which serve whichever groups of environments are ready. ``"auto"``: local for a policy on the
+        CPU, central otherwise.
+    :param n_actors: Number of actors, with central inference only. Does not influence results.
+    :param actor_device: Where actors act; by default where the policy is.
+    :param central_batch: What actors forward: ``"full"``: a batch of all environments, ready or not; ``"group"``: each ready
+        group by itself, which works with any policy. ``"auto"`` chooses full for policies of SB3's own networks, except
+        for convolutions on the CPU. Part of the numerics.
     :raises ValueError: If one of them is out of range.
     """
 
@@ -74,11 +81,17 @@ class HTSPPO(HTSOnPolicyAlgorithm, PPO):
         n_snapshots: int | None = None,
         correction: str = "proximal",
         inference: str = "auto",
+        n_actors: int = 1,
+        actor_device: th.device | str | None = None,
+        central_batch: str = "auto",
     ) -> None:
         self.policy_lag = policy_lag
         self.n_snapshots = n_snapshots  # type: ignore[assignment] # _setup_model() puts a number in the place of None
         self.correction = correction
         self.inference = inference
+        self.n_actors = n_actors
+        self.actor_device = actor_device  # type: ignore[assignment] # _setup_model() puts its name in the place
+        self.central_batch = central_batch
         with own_env(env, n_envs) as vec_env:
             super().__init__(
                 policy,

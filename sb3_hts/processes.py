@@ -25,7 +25,7 @@ from typing import Any
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
-PRELOAD = ["sb3_hts.worker"]
+PRELOAD = ["sb3_hts.worker", "sb3_hts.actor"]
 """Imports torch, Stable-Baselines3 and Gymnasium too."""
 
 

@@ -1,9 +1,10 @@
 """The messages between the main process and its workers, and the phases of an :class:`~sb3_hts.vec_env.HTSVecEnv`.
 
-One pipe per worker. The main process sends a *request*; the worker answers each with exactly one *reply*, in order.
-The exceptions are the two *notices* (:class:`Published`, :class:`Cancel`), which have no reply and which a worker that
-does not wait for them ignores. Values that come from users travel inside as bytes (see :mod:`sb3_hts.serialization`),
-so that a value which cannot be rebuilt is an error of that one call and not of the pipe.
+One pipe per worker, and per actor where there are any. The main process sends a *request*; the worker answers each with
+exactly one *reply*, in order; an actor that fails while it serves says so unasked. The exceptions are the two *notices*
+(:class:`Published`, :class:`Cancel`), which have no reply and which a worker that does not wait for them ignores. Values
+that come from users travel inside as bytes (see :mod:`sb3_hts.serialization`), so that a value which cannot be rebuilt is
+an error of that one call and not of the pipe.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Activity(IntEnum):
     CLOSING = 7
     AWAITING_SNAPSHOT = 8
     REPORTING = 9
+    AWAITING_ACTION = 10
+    AWAITING_OBSERVATION = 11
 
     def __str__(self) -> str:
         return _ACTIVITY_WORDS[self]
@@ -56,6 +59,8 @@ _ACTIVITY_WORDS = {
     Activity.CLOSING: "closing",
     Activity.AWAITING_SNAPSHOT: "waiting for the learner",
     Activity.REPORTING: "serialising its info dict",
+    Activity.AWAITING_ACTION: "waiting for an action",
+    Activity.AWAITING_OBSERVATION: "waiting for observations",
 }
 
 
@@ -128,19 +133,22 @@ class Render:
 
 @dataclass(frozen=True)
 class Configure:
-    """Prepare to collect rollouts. Two file descriptors follow: the rollout storage, then the parameter slots.
+    """Prepare to collect rollouts, or to act in them. File descriptors follow: those of shared blocks, then of token queues.
 
-    ``program`` is a serialised :class:`~sb3_hts.rollout_runner.Program`: layout, behaviour policy, wrappers.
+    :param program: What to do, serialised: for workers a :class:`~sb3_hts.rollout_runner.Program`, for actors an
+        :class:`~sb3_hts.actor.ActorProgram`.
+    :param sizes: Bytes of each block.
+    :param n_queues: Number of token queues.
     """
 
     program: bytes
-    storage_nbytes: int
-    slots_nbytes: int
+    sizes: tuple[int, ...]
+    n_queues: int
 
 
 @dataclass(frozen=True)
 class Unconfigure:
-    """Release the storage, the slots and the policy."""
+    """Release what :class:`Configure` gave."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class PolicyTensors:
     A storage that several tensors share (tied weights) is laid out once.
     """
 
-    def __init__(self, policy: th.nn.Module) -> None:
+    def __init__(self, policy: ActorCriticPolicy) -> None:
         self.tensors: list[th.Tensor] = []
         self.specs: list[TensorSpec] = []
         self.nbytes = 0
@@ -120,11 +120,12 @@ class Publisher:
 
 
 class _PolicyPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
-    """Numbers instead of parameters, nothing instead of optimizers, CPU copies of any other tensor."""
+    """Numbers instead of parameters, nothing instead of optimizers; any other tensor goes to the given device."""
 
-    def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
+    def __init__(self, file: io.BytesIO, numbers: dict[int, int], device: th.device) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._numbers = numbers
+        self._device = device
 
     def persistent_id(self, obj: object) -> int | None:
         return self._numbers.get(id(obj)) if isinstance(obj, th.Tensor) else None
@@ -132,8 +133,8 @@ class _PolicyPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle i
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, th.optim.Optimizer):
             return type(None), ()
-        if isinstance(obj, th.Tensor) and obj.device.type != "cpu":
-            return th.Tensor.cpu, (th.from_numpy(obj.detach().cpu().numpy()),)
+        if isinstance(obj, th.Tensor) and {obj.device.type, self._device.type} != {"cpu"}:
+            return th.as_tensor, (obj.detach().cpu().numpy(), None, self._device)
         return super().reducer_override(obj)
 
 
@@ -150,9 +151,11 @@ class UnportablePolicyError(TypeError):
     """A policy that cannot be copied."""
 
 
-def dump_policy(policy: th.nn.Module, tensors: PolicyTensors) -> bytes:
+def dump_policy(tensors: PolicyTensors, device: th.device) -> bytes:
     """Serialise the structure of a policy, for another process.
 
+    :param tensors: The policy's.
+    :param device: Where it will act; tensors that are neither parameters nor buffers go there.
     :raises UnportablePolicyError: If some part of the policy cannot be serialised.
     """
     numbers = {id(tensor): number for number, tensor in enumerate(tensors.tensors)}
@@ -160,13 +163,13 @@ def dump_policy(policy: th.nn.Module, tensors: PolicyTensors) -> bytes:
     def dump(value: Any) -> bytes:
         buffer = io.BytesIO()
         with main_by_value():
-            _PolicyPickler(buffer, numbers).dump(value)
+            _PolicyPickler(buffer, numbers, device).dump(value)
         return buffer.getvalue()
 
     try:
-        return dump(policy)
+        return dump(tensors.policy)
     except Exception as error:
-        culprit = _find_culprit(policy, dump)
+        culprit = _find_culprit(tensors.policy, dump)
         raise UnportablePolicyError(
             f"{culprit} cannot be pickled (remove it, or let its owner's __getstate__ leave it out): {error}"
         ) from error
@@ -258,6 +261,7 @@ class Replica:
             th.empty_like(view) if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
             for view, spec in zip(self._views[0], specs, strict=True)
         ]
+        self._buffers = [number for number, spec in enumerate(specs) if spec.requires_grad is None]
         self.policy = make_policy(self._tensors)
         self.policy.set_training_mode(False)
         self._noise_key = noise_key
@@ -274,6 +278,11 @@ class Replica:
                 else:  # a forward may change it, and slots are everybody's
                     tensor.copy_(view)
             self._slot = slot
+
+    def refresh(self) -> None:
+        """Undo what forwards have done to buffers."""
+        for number in self._buffers:
+            self._tensors[number].copy_(self._views[self._slot][number])
 
     def seed(self, group: int, step: int) -> None:
         """Seed the generator for the forward of one group at one step."""

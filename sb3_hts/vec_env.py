@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env.util import dict_to_obs, obs_space_info
 
 from sb3_hts.env_group import EnvFn
 from sb3_hts.placement import checked_env_fns, place
-from sb3_hts.pool import original_exception, worker_raised
+from sb3_hts.pool import original_exception
 from sb3_hts.processes import resolve_start_method
 from sb3_hts.protocol import (
     AttachLockstep,
@@ -238,7 +238,7 @@ class HTSVecEnv(VecEnv):
             if isinstance(reply, Failed):
                 error = original_exception(reply)
                 # The environment's sys.exit() or Ctrl-C is not ours
-                raise error if isinstance(error, Exception) else worker_raised(worker, reply) from error.__cause__
+                raise error if isinstance(error, Exception) else self.workforce.pool.raised(worker, reply) from error.__cause__
         results = {worker: iter(loads(reply.value)) for worker, reply in replies.items()}
         return [next(results[placement.worker_of(index)]) for index in wanted]
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch as th
 from stable_baselines3.common.vec_env.util import obs_space_info
 
+from sb3_hts.child import describe, ignore_interrupts, settle_in
 from sb3_hts.env_group import EnvFn, EnvGroup, GlobalGenerators, construct, dump_infos
 from sb3_hts.errors import ProtocolError
 from sb3_hts.protocol import (
@@ -35,7 +33,6 @@ from sb3_hts.protocol import (
     Collect,
     Configure,
     Done,
-    Failed,
     GetAttr,
     HasAttr,
     IsWrapped,
@@ -51,11 +48,10 @@ from sb3_hts.protocol import (
     Unconfigure,
 )
 from sb3_hts.registration import load_registrations
-from sb3_hts.rollout_runner import Channel, Host, LocalRunner, Program, RolloutRunner
+from sb3_hts.rollout_runner import Channel, Host, Program, RolloutRunner
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.shared_arrays import Array, ArraySpec, SharedBlock, carve
-from sb3_hts.slots import ParameterSlots
-from sb3_hts.storage import RolloutStorage
+from sb3_hts.tokens import TokenQueue
 from sb3_hts.worker_status import WorkerStatus
 
 NICENESS = 5
@@ -102,28 +98,12 @@ def worker_main(
     :param n_envs: Environments over all workers.
     :param start_method: multiprocessing's default in the main process.
     """
-    # Ctrl-C reaches the whole process group; what happens then is for the main process to decide. Not SIG_IGN: programs
-    # that an environment starts would inherit it, and some are to be ended by an interrupt
-    signal.signal(signal.SIGINT, _ignore)
+    settle_in()
     # What an environment starts by multiprocessing is started as it would be in the main process
     multiprocessing.set_start_method(start_method, force=True)
-    threading.Thread(target=_exit_with_main_process, daemon=True).start()
     # Where there are more workers than cores, the learner comes first: it is one thread, and everybody waits for it
     os.nice(NICENESS)
-    # One worker, one core: OpenMP teams of many processes only fight, and thread counts change floating-point results
-    th.set_num_threads(1)
     _Worker(worker, connection, status, first_index, n_envs).run(env_fns, registrations, group_size)
-
-
-def _ignore(*_: Any) -> None:
-    pass
-
-
-def _exit_with_main_process() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _has_attr(env: gym.Env[Any, Any], name: str) -> bool:
@@ -168,19 +148,9 @@ class _Worker:
         try:
             reply = work()
         except BaseException as error:  # also SystemExit: whatever an environment raises is the main process's to hear
-            reply = self._describe(error)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # some libraries put it back
-            signal.signal(signal.SIGINT, _ignore)
+            reply = describe(error, self._status, self._worker)
+        ignore_interrupts()  # some libraries put Python's own handler back
         self._connection.send_bytes(dumps(reply))
-
-    def _describe(self, error: BaseException) -> Failed:
-        activity, env_index, _ = self._status.read(self._worker)
-        try:
-            exception = dumps(error)
-        except Exception:
-            exception = None
-        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        return Failed(env_index, activity, exception, summary, traceback.format_exc().rstrip())
 
     def _report(self, activity: Activity, env_index: int = -1) -> None:
         self._status.set(self._worker, activity, env_index)
@@ -238,18 +208,14 @@ class _Worker:
         return Done()
 
     def _configure(self, request: Configure) -> Reply:
-        storage_block = SharedBlock.receive(self._connection, request.storage_nbytes)
-        slots_block = SharedBlock.receive(self._connection, request.slots_nbytes)
-        for block in (storage_block, slots_block):
+        blocks = [SharedBlock.receive(self._connection, nbytes) for nbytes in request.sizes]
+        queues = [TokenQueue.receive(self._connection) for _ in range(request.n_queues)]
+        for block in blocks:
             block.release_descriptor()
         self._report(Activity.ACTING)
         program: Program = loads(request.program)
-        self._runner = LocalRunner(
-            program,
-            RolloutStorage(program.layout, storage_block),
-            ParameterSlots(program.slot_nbytes, program.n_slots, slots_block),
-            Host(self._groups, Channel(self._worker, self._connection, self._status), self._generators),
-        )
+        channel = Channel(self._worker, self._connection, self._status)
+        self._runner = program.make_runner(blocks, queues, Host(self._groups, channel, self._generators))
         return Done()
 
     def _reset(self, request: Reset) -> Reply:

@@ -12,21 +12,27 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import VecEnv
 
+from sb3_hts.actor import ActorProgram
 from sb3_hts.collector import Collector, Infos, Job, Plan, Rollout
 from sb3_hts.errors import HTSError
+from sb3_hts.exchange import Exchange, ExchangeLayout
+from sb3_hts.executor import ExecutorProgram
+from sb3_hts.inference import Central
 from sb3_hts.interrupts import shielded
+from sb3_hts.local_runner import LocalProgram
 from sb3_hts.protocol import Collect, Collected
 from sb3_hts.replicas import PolicyTensors, Publisher, dump_policy
-from sb3_hts.rollout_runner import Program
 from sb3_hts.serialization import dumps_by_value, loads
 from sb3_hts.shared_arrays import SharedBlock
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutStorage
+from sb3_hts.tokens import TokenQueue
 from sb3_hts.vec_env import HTSVecEnv
+from sb3_hts.workforce import Equipment
 from sb3_hts.wrappers import get_states, make_template, merge_states, unwrap, why_not_split, write_episodes
 
 CHEAP_STEP = 500e-6
-"""Seconds per environment step, acting included, below which large groups pay off."""
+"""Seconds per environment step, below which large groups pay off."""
 
 
 def why_not_in_workers(env: VecEnv) -> str | None:
@@ -51,32 +57,78 @@ class WorkerCollector(Collector):
         assert isinstance(base, HTSVecEnv)
         self._workforce = base.workforce
         self._placement = base.workforce.placement
+        self._templates = tuple(make_template(wrapper) for wrapper in self._wrappers)
         self._learner = threading.current_thread()
         tensors = PolicyTensors(policy)
-        program = Program(
+        slots = ParameterSlots(tensors.nbytes, plan.n_slots)
+        storage_block = SharedBlock(plan.layout.nbytes)
+        publisher = Publisher(tensors, [th.from_numpy(slot) for slot in slots.slots], slots.versions)
+        super().__init__(plan, RolloutStorage(plan.layout, storage_block), publisher)
+        blocks = [storage_block, slots.block]
+        self._exchange: Exchange | None = None
+        if plan.central is None:
+            self._configure_local(tensors, storage_block, slots.block)
+        else:
+            exchange_block = self._configure_central(plan.central, tensors, storage_block, slots.block)
+            blocks.append(exchange_block)
+        self.description = (
+            f"{base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, {plan.central or 'inference local'}, "
+            f"{sum(block.nbytes for block in blocks) / 2**20:.1f} MiB shared"
+        )
+        for block in blocks:
+            block.release_descriptor()
+        self._launched_at = 0.0
+        self._warnings: list[str] = []
+        self._step_time = 0.0
+
+    def _configure_local(self, tensors: PolicyTensors, storage_block: SharedBlock, slots_block: SharedBlock) -> None:
+        plan = self._plan
+        program = LocalProgram(
             layout=plan.layout,
             manner=plan.manner,
-            wrappers=tuple(make_template(wrapper) for wrapper in self._wrappers),
-            policy=dump_policy(policy, tensors),
+            wrappers=self._templates,
+            policy=dump_policy(tensors, th.device("cpu")),
             tensors=tuple(tensors.specs),
             slot_nbytes=tensors.nbytes,
             n_slots=plan.n_slots,
             noise_key=plan.noise_key,
         )
-        slots = ParameterSlots(tensors.nbytes, plan.n_slots)
-        storage_block = SharedBlock(plan.layout.nbytes)
-        publisher = Publisher(tensors, [th.from_numpy(slot) for slot in slots.slots], slots.versions)
-        super().__init__(plan, RolloutStorage(plan.layout, storage_block), publisher)
-        self.description = (
-            f"{base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, "
-            f"{(storage_block.nbytes + slots.block.nbytes) / 2**20:.1f} MiB shared"
+        equipment = Equipment(dumps_by_value(program), (storage_block, slots_block))
+        self._workforce.configure_rollouts(self, [equipment] * self._placement.n_workers)
+
+    def _configure_central(
+        self, central: Central, tensors: PolicyTensors, storage_block: SharedBlock, slots_block: SharedBlock
+    ) -> SharedBlock:
+        """As :meth:`_configure_local`; the memory of the exchange."""
+        plan, placement = self._plan, self._placement
+        layout = ExchangeLayout(
+            rollout=plan.layout,
+            group_size=placement.envs_per_group,
+            env_action=plan.manner.env_action_spec(tensors.policy, plan.layout.action),
+            channels_last=plan.manner.channels_last,
         )
-        self._workforce.configure_rollouts(self, dumps_by_value(program), storage_block, slots.block)
-        for block in (storage_block, slots.block):
-            block.release_descriptor()
-        self._launched_at = 0.0
-        self._warnings: list[str] = []
-        self._step_time = 0.0
+        actor = ActorProgram(
+            layout=layout,
+            manner=plan.manner,
+            policy=dump_policy(tensors, central.device),
+            tensors=tuple(tensors.specs),
+            slot_nbytes=tensors.nbytes,
+            n_slots=plan.n_slots,
+            noise_key=plan.noise_key,
+            device=str(central.device),
+            full_batch=central.full_batch,
+            worker_of=tuple(placement.worker_of(group * placement.envs_per_group) for group in range(placement.n_groups)),
+        )
+        executor = dumps_by_value(ExecutorProgram(layout, self._templates))
+        block = SharedBlock(layout.nbytes)
+        requests, *answers = queues = [TokenQueue() for _ in range(1 + placement.n_workers)]
+        self._workforce.configure_rollouts(
+            self,
+            [Equipment(executor, (storage_block, block), (requests, mine)) for mine in answers],
+            [Equipment(dumps_by_value(actor), (storage_block, slots_block, block), tuple(queues))] * central.n_actors,
+        )
+        self._exchange = Exchange(layout, block)
+        return block
 
     @property
     def advice(self) -> str | None:
@@ -84,7 +136,7 @@ class WorkerCollector(Collector):
         if placement.envs_per_group > 1 or placement.n_envs == 1 or self._step_time >= CHEAP_STEP:
             return None
         return (
-            f"acting and stepping take {self._step_time * 1e6:.0f} microseconds; larger groups of environments "
+            f"a step takes {self._step_time * 1e6:.0f} microseconds; larger groups of environments "
             f"would be faster, e.g. vec_env_kwargs=dict(envs_per_group={placement.n_envs}) in make_vec_env()"
         )
 
@@ -100,6 +152,8 @@ class WorkerCollector(Collector):
                 wrapper_states=tuple(get_states(self._wrappers, self._placement.columns_of(group)) for group in groups),
             )
 
+        if self._exchange is not None:
+            self._exchange.job[:] = job.half, job.first_step, job.n_snapshots, job.first_slot
         self._launched_at = time.monotonic()
         # Together or not at all: a launch that nobody knows of would never be cancelled
         with shielded:

@@ -9,8 +9,8 @@ from typing import Any
 from sb3_hts.protocol import Activity
 from sb3_hts.shared_arrays import SharedBlock
 
-UNTIMED = (Activity.STARTING, Activity.AWAITING_SNAPSHOT)
-"""Activities that no time limit applies to: importing what a worker needs, and waiting for the learner."""
+UNTIMED = (Activity.STARTING, Activity.AWAITING_SNAPSHOT, Activity.AWAITING_OBSERVATION)
+"""Activities that no time limit applies to: importing what a worker needs, and waiting for the learner or for executors."""
 
 
 class WorkerStatus:

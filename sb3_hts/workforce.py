@@ -1,5 +1,7 @@
 """All workers of one ``HTSVecEnv`` as one party: who may ask them when, and the rollouts that they collect.
 
+Where actors act for them, those belong to the party: they are told together with the workers, and end with them.
+
 At any time one thing is under way (:class:`~sb3_hts.protocol.Phase`). Whoever asks for anything holds the lock and first
 waits for the end of what is under way, so callers never see an intermediate state. While a rollout is being collected only
 the notices that it waits for and its cancellation pass, without the lock.
@@ -11,17 +13,21 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sb3_hts.actor import actor_main
 from sb3_hts.env_group import EnvFn
 from sb3_hts.errors import ClosedError, ProtocolError, WorkerError
 from sb3_hts.interrupts import shielded
 from sb3_hts.placement import Placement
 from sb3_hts.pool import WorkerPool
+from sb3_hts.processes import resolve_start_method
 from sb3_hts.protocol import Cancel, Collect, Collected, Configure, Done, Phase, Published, Request, Step, Stepped, Unconfigure
 from sb3_hts.registration import dump_registrations
 from sb3_hts.serialization import dumps_by_value
 from sb3_hts.shared_arrays import SharedBlock
+from sb3_hts.tokens import TokenQueue
 from sb3_hts.worker import worker_main
 
 CANCEL_TIMEOUT = 30.0
@@ -49,6 +55,20 @@ class RolloutOwner(Protocol):
 
     def after_gathering(self, replies: Sequence[Collected]) -> None:
         """Called once all replies are there, before anything else is asked of the environments."""
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What one process gets to collect with.
+
+    :param program: See :class:`~sb3_hts.protocol.Configure`.
+    :param blocks: Shared memory.
+    :param queues: Where it puts and takes tokens.
+    """
+
+    program: bytes
+    blocks: tuple[SharedBlock, ...]
+    queues: tuple[TokenQueue, ...] = ()
 
 
 class Workforce:
@@ -89,6 +109,9 @@ class Workforce:
             functions = dumps_by_value(env_fns[envs])
             arguments.append((functions, registrations, envs.start, placement.envs_per_group, placement.n_envs, method))
         self.pool = WorkerPool(start_method, worker_main, arguments, timeout=step_timeout)
+        # Neither a CUDA context nor OpenMP's threads survive a fork
+        self._start_method_of_actors = resolve_start_method(None if start_method == "fork" else start_method)
+        self._actors: WorkerPool | None = None
 
     @property
     def phase(self) -> Phase:
@@ -155,7 +178,13 @@ class Workforce:
             yield
         except WorkerError as error:
             self._phase, self._failure = Phase.BROKEN, error
+            for pool in self._pools:
+                pool.kill()
             raise
+
+    @property
+    def _pools(self) -> list[WorkerPool]:
+        return [self.pool] if self._actors is None else [self.pool, self._actors]
 
     def _become_idle(self) -> None:
         """Make sure that nothing is under way and the workers can be asked. Called with the lock held."""
@@ -169,7 +198,8 @@ class Workforce:
             case Phase.IDLE | Phase.STEPPING:
                 # An interrupt may have come between a request and its reply
                 with self._noting_failure():
-                    self.pool.discard_pending()
+                    for pool in self._pools:
+                        pool.discard_pending()
                 self._phase = Phase.IDLE
 
     def close(self) -> None:
@@ -180,7 +210,8 @@ class Workforce:
             if self._phase is Phase.COLLECTING:
                 self.cancel_rollout()
             self._phase = Phase.CLOSED
-            self.pool.close()
+            for pool in self._pools:
+                pool.close()
             self._forget_rollout()
 
     # --- single steps -----------------------------------------------------------------------------------------------
@@ -215,17 +246,33 @@ class Workforce:
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
-    def configure_rollouts(self, owner: RolloutOwner, program: bytes, storage: SharedBlock, slots: SharedBlock) -> None:
+    def configure_rollouts(self, owner: RolloutOwner, workers: Sequence[Equipment], actors: Sequence[Equipment] = ()) -> None:
         """Prepare the workers to collect.
 
         :param owner: On whose behalf; the latest one only can start rollouts.
-        :param program: A serialised :class:`~sb3_hts.rollout_runner.Program`.
-        :param storage: Memory of the rollout storage.
-        :param slots: Memory of the parameter slots.
+        :param workers: What each of them gets.
+        :param actors: Of those who act for them; there will be that many from now on.
         """
-        with self.idle():
-            self.ask_all([Configure(program, storage.nbytes, slots.nbytes)] * self.placement.n_workers, storage, slots)
+        with self.idle(), self._noting_failure():
+            self._employ(len(actors))
+            for pool, equipments in zip(self._pools, (workers, actors), strict=False):
+                with shielded:
+                    for number, equipment in enumerate(equipments):
+                        sizes = tuple(block.nbytes for block in equipment.blocks)
+                        request = Configure(equipment.program, sizes, len(equipment.queues))
+                        pool.send(number, request, *equipment.blocks, *equipment.queues)
+                pool.receive(range(pool.n_workers))
             self._owner = owner
+
+    def _employ(self, n_actors: int) -> None:
+        """Have so many actors; those of an earlier model are as good as new ones."""
+        if self._actors is not None and self._actors.n_workers != n_actors:
+            actors, self._actors = self._actors, None
+            actors.close()
+        if self._actors is None and n_actors:
+            arguments: list[tuple[Any, ...]] = [()] * n_actors
+            self._actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
+            self._actors.receive(range(n_actors))
 
     def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""
@@ -234,7 +281,12 @@ class Workforce:
                 return
             if self._phase not in (Phase.CLOSED, Phase.BROKEN):
                 self._become_idle()
-                self.ask_all([Unconfigure()] * self.placement.n_workers)
+                with self._noting_failure():
+                    for pool in self._pools:
+                        with shielded:
+                            for number in range(pool.n_workers):
+                                pool.send(number, Unconfigure())
+                        pool.receive(range(pool.n_workers))
             self._forget_rollout()
 
     def start_rollout(self, request: Callable[[int, int], Collect], owner: RolloutOwner) -> None:
@@ -288,7 +340,8 @@ class Workforce:
         """Take the replies of a rollout; can be interrupted and called again."""
         cancelled = self.pool.status.cancelled == self._rollout
         with self._noting_failure():
-            self.pool.wait(self._everyone, timeout=CANCEL_TIMEOUT if cancelled else None)
+            limit = CANCEL_TIMEOUT if cancelled else None
+            self.pool.wait(self._everyone, timeout=limit, helpers=self._actors)
         with shielded:
             self._collected = _checked(self.pool.take(self._everyone), Collected)
             self._phase = Phase.IDLE

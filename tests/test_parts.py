@@ -134,7 +134,7 @@ def make_policy(cls: Any = OddPolicy, action_space: Any = None) -> Any:
 
 
 def send_policy(policy: Any, tensors: PolicyTensors, own: list[th.Tensor]) -> Any:
-    return load_policy(dump_policy(policy, tensors), own)
+    return load_policy(dump_policy(tensors, th.device("cpu")), own)
 
 
 def copy_here(policy: Any, tensors: PolicyTensors, own: list[th.Tensor]) -> Any:
@@ -180,7 +180,7 @@ def test_a_policy_that_cannot_travel_is_named() -> None:
     policy = make_policy()
     policy.features_extractor.lock = threading.Lock()
     with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be pickled .*'_thread.lock'"):
-        dump_policy(policy, PolicyTensors(policy))
+        dump_policy(PolicyTensors(policy), th.device("cpu"))
     with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be copied: .*'_thread.lock'"):
         copy_policy(policy, PolicyTensors(policy), [], PolicyTensors(policy).tensors)
 

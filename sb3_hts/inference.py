@@ -1,0 +1,75 @@
+"""Where the behaviour policy runs, and in batches of what shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch as th
+from stable_baselines3.common.policies import ActorCriticPolicy
+
+from sb3_hts.acting import GroupActor
+from sb3_hts.lean_policy import lean_network
+
+INFERENCES = ("auto", "local", "central")
+BATCHES = ("auto", "full", "group")
+
+
+@dataclass(frozen=True)
+class Central:
+    """The policy runs in processes of its own, the actors.
+
+    :param n_actors: How many.
+    :param device: Where it acts.
+    :param full_batch: Whether all environments share a forward, see :mod:`sb3_hts.serving`.
+    """
+
+    n_actors: int
+    device: th.device
+    full_batch: bool
+
+    def __str__(self) -> str:
+        actors = f"{self.n_actors} actor{'s' if self.n_actors > 1 else ''}"
+        return f"inference central ({actors} on {self.device}, {'full' if self.full_batch else 'group'} batches)"
+
+
+def choose(
+    inference: str, policy: ActorCriticPolicy, actor_class: type[GroupActor], n_actors: int, device: str | None, batch: str
+) -> Central | None:
+    """Resolve the arguments; ``None`` for local inference.
+
+    :param inference: One of :data:`INFERENCES`.
+    :param policy: The learner's.
+    :param actor_class: What acts with it.
+    :param n_actors: How many actors there will be.
+    :param device: Where they act; ``None``: where the learner's policy is.
+    :param batch: One of :data:`BATCHES`.
+    :raises ValueError: If a full batch is demanded of a policy that has none.
+    """
+    acting_device = policy.device if device is None else th.device(device)
+    if inference == "local" or (inference == "auto" and acting_device.type == "cpu"):
+        return None
+    reason = why_not_full(policy, actor_class)
+    if batch == "full" and reason is not None:
+        raise ValueError(f'central_batch="full" is not possible, because {reason}: leave it out, or pass "group".')
+    full_batch = batch == "full" or (batch == "auto" and reason is None and _pays_off(policy, acting_device))
+    return Central(n_actors, acting_device, full_batch)
+
+
+def why_not_full(policy: ActorCriticPolicy, actor_class: type[GroupActor]) -> str | None:
+    """Why the environments cannot share a forward; ``None`` if they can."""
+    if actor_class is not GroupActor:
+        return "the policy acts on more than observations"
+    if lean_network(policy) is None:
+        return "the policy's forward is not SB3's own, has hooks, or uses gSDE"
+    return None
+
+
+def _pays_off(policy: ActorCriticPolicy, device: th.device) -> bool:
+    """Whether a full batch is the better default.
+
+    Only for networks all of whose parts are torch's or SB3's, whose rows are known not to depend on each other. On the
+    CPU a convolution takes as long as there are rows, on other devices the number of forwards counts.
+    """
+    known = all(type(module).__module__.startswith(("torch.", "stable_baselines3.")) for module in policy.modules())
+    convolutional = any(isinstance(module, (th.nn.Conv1d, th.nn.Conv2d, th.nn.Conv3d)) for module in policy.modules())
+    return known and (device.type != "cpu" or not convolutional)
