@@ -29,7 +29,7 @@ from sb3_hts.collectors import make_collector
 from sb3_hts.corrections import Collected, Correction, correct_rollout, gradient_at, noting_changes, shapes_of
 from sb3_hts.errors import HTSError
 from sb3_hts.heap import keeping_freed_memory
-from sb3_hts.inference import choose
+from sb3_hts.inference import Central, choose
 from sb3_hts.lean_training import lean_training
 from sb3_hts.policy_kinds import PolicyKind
 from sb3_hts.publishing import publish_during
@@ -173,7 +173,8 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             collector.release()
 
     def _start_run(self, env: VecEnv, n_steps: int) -> _Run:
-        collector = make_collector(env, self.policy, self._plan(env, n_steps), background=self.policy_lag > 0)
+        plan = self._plan(env, n_steps)
+        collector = make_collector(env, self.policy, plan, self.policy_lag > 0, self.inference)
         if collector is None:
             return _Run(None, [])
         if self.verbose >= 1:
@@ -212,8 +213,12 @@ class HTSOnPolicyAlgorithm(OnPolicyAlgorithm):
             extras=self.kind.extras(self),
             memory=specs_of(position.memory),
         )
-        central = choose(self.inference, self.policy, manner.actor_class, self.n_actors, self.actor_device, self.central_batch)
-        return Plan(layout, manner, self.n_snapshots, self._noise_key, central)
+        return Plan(layout, manner, self.n_snapshots, self._noise_key, self._choose_inference())
+
+    def _choose_inference(self) -> Central | None:
+        """Who acts for the workers; ``None``: they do themselves."""
+        actor_class = self.kind.actor_class
+        return choose(self.inference, self.policy, actor_class, self.n_actors, self.actor_device, self.central_batch)
 
     def _position(self) -> Position:
         """Where the environments are, as far as the model knows."""

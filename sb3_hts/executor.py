@@ -52,7 +52,7 @@ class _Mailbox:
 
     def write_terminal_value(self, half: Half, t: int, row: int, observation: Any) -> None:
         for key, array in self._exchange.terminal.items():
-            target = array[self._first + row]
+            target = array[self._first + row, ...]  # an array even if it has one entry
             target[...] = np.reshape(observation if key is None else observation[key], target.shape)
         self._exchange.truncated[self._first + row] = True
 

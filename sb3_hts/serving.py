@@ -121,7 +121,7 @@ class Server(ABC):
         for row in rows:
             t = int(exchange.steps[group]) - 1
             self._bind(job, t)
-            arrays: Any = {key: array[columns.start + row] for key, array in exchange.terminal.items()}
+            arrays: Any = {key: array[columns.start + row, ...] for key, array in exchange.terminal.items()}
             self._actors[group].write_terminal_value(job.half, t, row, arrays.get(None, arrays))
         exchange.truncated[columns] = False
 

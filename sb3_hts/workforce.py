@@ -111,7 +111,7 @@ class Workforce:
         self.pool = WorkerPool(start_method, worker_main, arguments, timeout=step_timeout)
         # Neither a CUDA context nor OpenMP's threads survive a fork
         self._start_method_of_actors = resolve_start_method(None if start_method == "fork" else start_method)
-        self._actors: WorkerPool | None = None
+        self.actors: WorkerPool | None = None
 
     @property
     def phase(self) -> Phase:
@@ -184,7 +184,7 @@ class Workforce:
 
     @property
     def _pools(self) -> list[WorkerPool]:
-        return [self.pool] if self._actors is None else [self.pool, self._actors]
+        return [self.pool] if self.actors is None else [self.pool, self.actors]
 
     def _become_idle(self) -> None:
         """Make sure that nothing is under way and the workers can be asked. Called with the lock held."""
@@ -266,13 +266,13 @@ class Workforce:
 
     def _employ(self, n_actors: int) -> None:
         """Have so many actors; those of an earlier model are as good as new ones."""
-        if self._actors is not None and self._actors.n_workers != n_actors:
-            actors, self._actors = self._actors, None
+        if self.actors is not None and self.actors.n_workers != n_actors:
+            actors, self.actors = self._actors, None
             actors.close()
-        if self._actors is None and n_actors:
+        if self.actors is None and n_actors:
             arguments: list[tuple[Any, ...]] = [()] * n_actors
-            self._actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
-            self._actors.receive(range(n_actors))
+            self.actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
+            self.actors.receive(range(n_actors))
 
     def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""
@@ -341,7 +341,7 @@ class Workforce:
         cancelled = self.pool.status.cancelled == self._rollout
         with self._noting_failure():
             limit = CANCEL_TIMEOUT if cancelled else None
-            self.pool.wait(self._everyone, timeout=limit, helpers=self._actors)
+            self.pool.wait(self._everyone, timeout=limit, helpers=self.actors)
         with shielded:
             self._collected = _checked(self.pool.take(self._everyone), Collected)
             self._phase = Phase.IDLE

@@ -118,6 +118,8 @@ class Oracle:
 
     :param algorithm: Stock ``PPO``, ``A2C`` or another on-policy algorithm.
     :param env_fns: The environments.
+    :param batch: ``"group"``: one forward per group. ``"full"``: one of all environments, whose distributions' parameters are
+        then divided among the groups.
     :param wrap: Puts vectorized wrappers over the ``DummyVecEnv``; ``GroupedNormalize`` instead of ``VecNormalize``, unless
         there is one group.
     """
@@ -133,6 +135,7 @@ class Oracle:
         n_snapshots: int,
         correction: str,
         seed: int,
+        batch: str = "group",
         wrap: Callable[[VecEnv], VecEnv] = lambda env: env,
         **kwargs: Any,
     ) -> None:
@@ -143,7 +146,7 @@ class Oracle:
         th.set_rng_state(state)
         self.actor.set_training_mode(False)
         self.group_size, self.lag, self.n_snapshots = group_size, lag, n_snapshots
-        self.correction, self.seed = correction, seed
+        self.correction, self.seed, self.batch = correction, seed, batch
         self.global_step = 0
 
     def make_actor(self) -> Any:
@@ -161,7 +164,8 @@ class Oracle:
         return self.actor.predict_values(obs)[0]
 
     def last_values(self, dones: np.ndarray) -> th.Tensor:
-        return th.cat([self.actor.predict_values(obs) for obs in self.groups(self.model._last_obs)])
+        size = self.model.n_envs if self.batch == "full" else self.group_size
+        return th.cat([self.actor.predict_values(obs) for obs in self.groups(self.model._last_obs, size)])
 
     def stored(self) -> dict[str, Any]:
         return {}
@@ -221,17 +225,18 @@ class Oracle:
             normalize.end()
         th.set_rng_state(state)
 
-    def groups(self, observations: Any) -> list[Any]:
-        """Observations of each group, as freshly allocated tensors."""
-        size = self.group_size
+    def groups(self, observations: Any, size: int) -> list[Any]:
+        """Observations of so many environments each, as freshly allocated tensors."""
         parts = [cut(observations, slice(first, first + size)) for first in range(0, self.model.n_envs, size)]
         if isinstance(observations, dict):
             return [{key: tensor.clone() for key, tensor in obs_as_tensor(part, "cpu").items()} for part in parts]
         return [obs_as_tensor(part, "cpu").clone() for part in parts]
 
     def forward(self, t: int, exploration: dict[int, Any]) -> tuple[np.ndarray, th.Tensor, th.Tensor]:
+        if self.batch == "full":
+            return self.full_forward()
         results = []
-        for group, obs in enumerate(self.groups(self.model._last_obs)):
+        for group, obs in enumerate(self.groups(self.model._last_obs, self.group_size)):
             seed = stream_seed(self.seed, group, self.global_step)
             if self.model.use_sde:
                 frequency = self.model.sde_sample_freq
@@ -246,6 +251,30 @@ class Oracle:
             results.append(self.act(group, obs))
         actions, values, log_probs = zip(*results, strict=True)
         return th.cat(actions).numpy(), th.cat(values), th.cat(log_probs)
+
+    def full_forward(self) -> tuple[np.ndarray, th.Tensor, th.Tensor]:
+        policy = self.actor
+        (obs,) = self.groups(self.model._last_obs, self.model.n_envs)
+        features = policy.extract_features(obs)
+        if policy.share_features_extractor:
+            latent_pi, latent_vf = policy.mlp_extractor(features)
+        else:
+            latent_pi, latent_vf = (
+                forward(part)
+                for forward, part in zip(
+                    (policy.mlp_extractor.forward_actor, policy.mlp_extractor.forward_critic), features, strict=True
+                )
+            )
+        parameters, others = policy.action_net(latent_pi), [policy.log_std] if hasattr(policy, "log_std") else []
+        actions, log_probs = [], []
+        for group in range(self.model.n_envs // self.group_size):
+            th.manual_seed(stream_seed(self.seed, group, self.global_step))
+            rows = slice(group * self.group_size, (group + 1) * self.group_size)
+            distribution = policy.action_dist.proba_distribution(parameters[rows], *others)
+            actions.append(distribution.get_actions())
+            log_probs.append(distribution.log_prob(actions[-1]))
+        shape = self.model.action_space.shape
+        return th.cat(actions).reshape((-1, *shape)).numpy(), policy.value_net(latent_vf), th.cat(log_probs)
 
     def env_actions(self, actions: np.ndarray) -> np.ndarray:
         space = self.model.action_space

@@ -28,6 +28,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 N_ENVS, N_STEPS = 4, 8
 ROLLOUT = N_ENVS * N_STEPS
 TOTAL = 4 * ROLLOUT

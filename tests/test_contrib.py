@@ -27,6 +27,8 @@ import sb3_hts
 from sb3_hts import HTSTRPO, HTSMaskablePPO, HTSRecurrentPPO, HTSVecEnv, WorkerError
 from sb3_hts.policy_kinds import PolicyKind
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 PPO_KWARGS: dict[str, Any] = {"batch_size": 12, "n_epochs": 3}
 LSTM: dict[str, Any] = {**SMALL, "lstm_hidden_size": 8, "n_lstm_layers": 2}
 N_ENVS, N_STEPS = 4, 8
@@ -101,7 +103,7 @@ class RecurrentOracle(Oracle):
     def last_values(self, dones: np.ndarray) -> th.Tensor:
         starts = th.tensor(dones, dtype=th.float32).split(self.group_size)
         self.last_starts = th.tensor(dones, dtype=th.float32)
-        groups = self.groups(self.model._last_obs)
+        groups = self.groups(self.model._last_obs, self.group_size)
         return th.cat([self.actor.predict_values(obs, self.states[g].vf, starts[g]) for g, obs in enumerate(groups)])
 
     def stored(self) -> dict[str, Any]:

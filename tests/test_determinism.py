@@ -15,6 +15,8 @@ from gymnasium import spaces
 
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 JITTER = 0.004
 

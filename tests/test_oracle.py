@@ -28,7 +28,10 @@ from stable_baselines3.common.vec_env import (
     unwrap_vec_normalize,
 )
 
+import sb3_hts.algorithm
 from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 N_UPDATES = 10
 N_ENVS = 4
@@ -60,12 +63,14 @@ def assert_equal_to_oracle(
     make_env: Callable[..., Any] = HTSVecEnv,
     env_class: Any = WalkEnv,
     oracle_class: Any = Oracle,
+    central: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> None:
     """Train both ways and compare everything.
 
     :param wrap: Puts vectorized wrappers over the environments; ``wrap_oracle`` over the oracle's.
     :param make_env: With anything but ``HTSVecEnv`` there is one group.
+    :param central: Arguments of the algorithm that concern central inference.
     """
     stock = STOCK.get(algorithm) or next(base for base in algorithm.__mro__ if not base.__module__.startswith("sb3_hts"))
     env_fns = [partial(env_class, observation_space, action_space) for _ in range(N_ENVS)]
@@ -82,12 +87,19 @@ def assert_equal_to_oracle(
         wrap=wrap_oracle or wrap,
         **kwargs,
     )
+    if make_env is HTSVecEnv:
+        arguments = {"inference": "auto", "central_batch": "auto", **(central or {})}
+        kind = algorithm.kind.actor_class
+        where = sb3_hts.algorithm.choose(
+            arguments["inference"], oracle.model.policy, kind, 1, None, arguments["central_batch"]
+        )
+        oracle.batch = "full" if where is not None and where.full_batch else "group"
     expected = oracle.learn(N_UPDATES)
     extra = {"n_snapshots": n_snapshots} if "n_epochs" in kwargs else {}
     layout = {"envs_per_group": group_size} if make_env is HTSVecEnv else {}
     env = wrap(make_env(env_fns, **layout))
     try:
-        model = algorithm(policy, env, seed=7, policy_lag=lag, correction=correction, **extra, **kwargs)
+        model = algorithm(policy, env, seed=7, policy_lag=lag, correction=correction, **extra, **(central or {}), **kwargs)
         model.learn(N_UPDATES * 8 * N_ENVS)
         assert_equal_stacks(model.get_env(), expected.get_env())
     finally:

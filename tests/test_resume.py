@@ -282,8 +282,9 @@ def test_what_a_file_holds(make_env: Any, ours: Any, stock: Any, tmp_path: Path)
         file = saved(model, include=["rollout_buffer"], exclude=["policy_lag", "correction", "_noise_key", "_last_obs"])
         np.testing.assert_array_equal(load_from_zip_file(file)[0]["rollout_buffer"].actions, model.rollout_buffer.actions)
         algorithm.load(file, env=env).learn(ROLLOUT)
-    numbers = ("policy_lag", "n_snapshots", "_noise_key", "_global_step", "_n_trained")
-    own: dict[str, type] = {**dict.fromkeys(numbers, int), "correction": str, "inference": str}
+    numbers = ("policy_lag", "n_snapshots", "n_actors", "_noise_key", "_global_step", "_n_trained")
+    own: dict[str, type] = {**dict.fromkeys(numbers, int), "correction": str, "inference": str, "central_batch": str}
+    own["actor_device"] = type(None)
     if ours is HTSPPO:
         own["_default_snapshots"] = int
     assert set(contents[0]) == set(contents[1]) | set(own)

@@ -32,6 +32,8 @@ from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, WorkerError
 from sb3_hts.protocol import Activity
 from sb3_hts.worker_collector import why_not_in_workers
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 N_ENVS, N_STEPS = 4, 8
 ROLLOUT = N_ENVS * N_STEPS
 KWARGS: dict[str, Any] = {"n_steps": N_STEPS, "policy_kwargs": {"net_arch": [8]}, "device": "cpu", "seed": 3}
