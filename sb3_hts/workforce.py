@@ -267,7 +267,7 @@ class Workforce:
     def _employ(self, n_actors: int) -> None:
         """Have so many actors; those of an earlier model are as good as new ones."""
         if self.actors is not None and self.actors.n_workers != n_actors:
-            actors, self.actors = self._actors, None
+            actors, self.actors = self.actors, None
             actors.close()
         if self.actors is None and n_actors:
             arguments: list[tuple[Any, ...]] = [()] * n_actors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
 from multiprocessing import Pipe
@@ -249,7 +248,6 @@ def test_idle_actors_use_no_processor_time() -> None:
         while any(process.status() != psutil.STATUS_SLEEPING for process in processes):
             pass
         before, times = wake_ups(), [sum(process.cpu_times()[:2]) for process in processes]
-        env.workforce.pool.wait([], timeout=1.0)
         threading.Event().wait(0.5)
         assert [sum(process.cpu_times()[:2]) for process in processes] == times
         assert sum(wake_ups()) - sum(before) <= len(processes)
@@ -302,7 +300,6 @@ def test_a_queue_closes_its_descriptors() -> None:
     for _ in range(3):
         TokenQueue()
     assert psutil.Process().num_fds() == before
-    assert os.path.exists("/proc/self/fd")
 
 
 # --- other devices --------------------------------------------------------------------------------------------------
