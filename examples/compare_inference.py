@@ -3,9 +3,9 @@
     python examples/compare_inference.py
     python examples/compare_inference.py --policy cnn --simulator waiting --n-envs 64 --repeats 5
 
-The contenders take turns, each training is in a process of its own, and a ratio is the median over turns of a contender's steps per
-second over those of local inference in the same turn. Environments that wait have a process each; those that keep a core busy
-share one process per core. PPO takes one epoch only, so that collection is what is measured.
+The contenders take turns, each training is in a process of its own, and a ratio is the median over turns of a contender's
+steps per second over those of local inference in the same turn. Environments that wait have a process each; those that keep a
+core busy share one process per core. PPO takes one epoch only, so that collection is what is measured.
 """
 
 from __future__ import annotations

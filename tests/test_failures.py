@@ -25,6 +25,7 @@ from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv, WorkerDied, WorkerEr
 from sb3_hts.interrupts import shielded
 from sb3_hts.protocol import Activity
 
+either_inference = pytest.mark.usefixtures("inference")
 ERRORS = {"raise": WorkerRaised, "unpicklable": WorkerRaised, "exit": WorkerDied, "sigkill": WorkerDied, "hang": WorkerTimeout}
 
 
@@ -82,6 +83,7 @@ def test_failure_in_lockstep_use(place: str, at: int, how: str, layout: dict[str
     env.close()
 
 
+@either_inference
 @pytest.mark.parametrize("how", list(ERRORS))
 @pytest.mark.parametrize(("place", "at"), [("step", 1), ("step", 21), ("reset", 3)])
 @pytest.mark.parametrize("algorithm", [HTSPPO, HTSA2C])
@@ -98,6 +100,7 @@ def test_failure_in_training(tmp_path: Path, algorithm: Any, place: str, at: int
         assert loaded.num_timesteps == model.num_timesteps + 64
 
 
+@either_inference
 @pytest.mark.parametrize("how", ["raise", "exit", "sigkill"])
 def test_a_failure_shows_even_if_an_earlier_worker_hangs(how: str) -> None:
     env_fns = [partial(FaultyEnv, "step", "hang", 20), WalkEnv, partial(FaultyEnv, "step", how, 20), WalkEnv]
@@ -111,6 +114,7 @@ def test_a_failure_shows_even_if_an_earlier_worker_hangs(how: str) -> None:
     check(caught.value, "step", how)
 
 
+@either_inference
 def test_a_cancelled_rollout_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sb3_hts.workforce.CANCEL_TIMEOUT", 0.5)
     env = HTSVecEnv(faulty("step", "hang", at=9))
@@ -143,6 +147,7 @@ def test_start_up_is_not_a_step() -> None:
         env.reset()
 
 
+@either_inference
 @pytest.mark.parametrize("place", ["reset", "step"])
 @pytest.mark.parametrize("layout", [{}, {"n_workers": 1}, {"envs_per_group": 4}], ids=["single", "shared", "group"])
 def test_infos_that_cannot_be_sent_are_blamed_on_their_environment(place: str, layout: dict[str, int]) -> None:
@@ -154,6 +159,7 @@ def test_infos_that_cannot_be_sent_are_blamed_on_their_environment(place: str, l
         HTSA2C("MlpPolicy", env, device="cpu").learn(1000)
 
 
+@either_inference
 def test_a_failure_that_another_thread_sees_first(monkeypatch: pytest.MonkeyPatch) -> None:
     env = HTSVecEnv(faulty("step", "exit", at=12))
     model = HTSPPO("MlpPolicy", env, n_steps=8, n_snapshots=1, device="cpu")
@@ -204,6 +210,7 @@ def test_close_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     env.close()
 
 
+@either_inference
 def test_policy_that_fails_while_acting() -> None:
     with HTSVecEnv([WalkEnv] * 2) as env:
         model = HTSA2C("MlpPolicy", env, device="cpu")
@@ -212,6 +219,7 @@ def test_policy_that_fails_while_acting() -> None:
             model.learn(10)
 
 
+@either_inference
 def test_a_worker_killed_from_outside_during_training() -> None:
     env = HTSVecEnv([WalkEnv] * 4)
     victim = env.workforce.pool.pids[1]
@@ -226,6 +234,7 @@ def test_a_worker_killed_from_outside_during_training() -> None:
         model.learn(10_000, kill)  # type: ignore[arg-type]
 
 
+@either_inference
 def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """No descriptor, mapping, thread or child, after use, failure and garbage collection."""
 
@@ -253,6 +262,7 @@ def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in os.listdir("/dev/shm") if "sb3" in name]
 
 
+@either_inference
 def test_interrupts_at_any_moment() -> None:
     """SIGINT at varied moments of a run: one KeyboardInterrupt, and the same environments and model go on."""
     with HTSVecEnv([partial(WalkEnv, jitter=0.002)] * 4, envs_per_group=2) as env:
@@ -274,6 +284,7 @@ def test_interrupts_at_any_moment() -> None:
         assert model.num_timesteps == before + 64
 
 
+@either_inference
 def test_after_a_cancellation_the_model_knows_where_the_environments_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTSVecEnv([partial(WalkEnv, jitter=0.001)] * 4, n_workers=2) as env:
         model = HTSPPO("MlpPolicy", env, n_steps=8, n_snapshots=1, device="cpu")

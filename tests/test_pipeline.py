@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import multiprocessing
+import re
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,8 @@ from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, ProtocolError
 from sb3_hts import algorithm as pipeline
 from sb3_hts.corrections import Collected
 from sb3_hts.worker_collector import WorkerCollector
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 N_ENVS, N_STEPS = 4, 8
 ROLLOUT = N_ENVS * N_STEPS
@@ -1061,7 +1064,9 @@ def test_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     with HTSVecEnv([WalkEnv] * 2) as env:
         make_model(HTSPPO, env, verbose=1).learn(ROLLOUT)
     out = capsys.readouterr().out
-    assert "HTS: 2 workers, 2 groups of 1, inference local, 0.0 MiB shared, policy lag 1, correction 'proximal'." in out
+    assert re.search(
+        r"HTS: 2 workers, 2 groups of 1, inference .*, 0\.0 MiB shared, policy lag 1, correction 'proximal'\.", out
+    )
 
 
 @pytest.mark.parametrize(("limit", "envs_per_group", "hint"), [(1e9, 1, True), (0.0, 1, False), (1e9, 2, False)])
