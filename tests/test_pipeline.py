@@ -6,7 +6,6 @@ import copy
 import csv
 import io
 import multiprocessing
-import re
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
