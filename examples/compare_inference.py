@@ -30,7 +30,6 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "local": {"inference": "local"},
     "full": {"inference": "central", "central_batch": "full"},
     "group": {"inference": "central", "central_batch": "group"},
-    "group, 2 actors": {"inference": "central", "central_batch": "group", "n_actors": 2},
 }
 
 

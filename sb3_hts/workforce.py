@@ -21,7 +21,7 @@ from sb3_hts.env_group import EnvFn
 from sb3_hts.errors import ClosedError, ProtocolError, WorkerError
 from sb3_hts.interrupts import shielded
 from sb3_hts.placement import Placement
-from sb3_hts.pool import WorkerPool
+from sb3_hts.pool import Sendable, WorkerPool
 from sb3_hts.processes import resolve_start_method
 from sb3_hts.protocol import Cancel, Collect, Collected, Configure, Done, Phase, Published, Request, Step, Stepped, Unconfigure
 from sb3_hts.registration import dump_registrations
@@ -69,6 +69,14 @@ class Equipment:
     program: bytes
     blocks: tuple[SharedBlock, ...]
     queues: tuple[TokenQueue, ...] = ()
+
+    @property
+    def request(self) -> Configure:
+        return Configure(self.program, tuple(block.nbytes for block in self.blocks), len(self.queues))
+
+    @property
+    def sendables(self) -> tuple[Sendable, ...]:
+        return *self.blocks, *self.queues
 
 
 class Workforce:
@@ -253,15 +261,10 @@ class Workforce:
         :param workers: What each of them gets.
         :param actors: Of those who act for them; there will be that many from now on.
         """
-        with self.idle(), self._noting_failure():
+        with self.idle():
             self._employ(len(actors))
             for pool, equipments in zip(self._pools, (workers, actors), strict=False):
-                with shielded:
-                    for number, equipment in enumerate(equipments):
-                        sizes = tuple(block.nbytes for block in equipment.blocks)
-                        request = Configure(equipment.program, sizes, len(equipment.queues))
-                        pool.send(number, request, *equipment.blocks, *equipment.queues)
-                pool.receive(range(pool.n_workers))
+                self._tell(pool, [(equipment.request, equipment.sendables) for equipment in equipments])
             self._owner = owner
 
     def _employ(self, n_actors: int) -> None:
@@ -272,7 +275,15 @@ class Workforce:
         if self.actors is None and n_actors:
             arguments: list[tuple[Any, ...]] = [()] * n_actors
             self.actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
-            self.actors.receive(range(n_actors))
+            self._tell(self.actors)
+
+    def _tell(self, pool: WorkerPool, requests: Sequence[tuple[Request, Sequence[Sendable]]] = ()) -> None:
+        """Send a request to each process of a pool, with what goes with it, and wait for all of them."""
+        with shielded:
+            for number, (request, sendables) in enumerate(requests):
+                pool.send(number, request, *sendables)
+        with self._noting_failure():
+            _checked(pool.receive(range(pool.n_workers)), Done)
 
     def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""
@@ -281,12 +292,8 @@ class Workforce:
                 return
             if self._phase not in (Phase.CLOSED, Phase.BROKEN):
                 self._become_idle()
-                with self._noting_failure():
-                    for pool in self._pools:
-                        with shielded:
-                            for number in range(pool.n_workers):
-                                pool.send(number, Unconfigure())
-                        pool.receive(range(pool.n_workers))
+                for pool in self._pools:
+                    self._tell(pool, [(Unconfigure(), ())] * pool.n_workers)
             self._forget_rollout()
 
     def start_rollout(self, request: Callable[[int, int], Collect], owner: RolloutOwner) -> None:

@@ -76,6 +76,8 @@ def test_pong_example(algorithm: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_comparison_scripts_run() -> None:
     assert "cartpole-a2c" in run("examples/compare_speed.py", "--workload", "cartpole-a2c", "--repeats", "1")
+    cell = ("--policy", "mlp", "--simulator", "busy", "--n-envs", "4", "--repeats", "1")
+    assert "| mlp | 4 busy |" in run("examples/compare_inference.py", *cell)
     assert "Does HTSPPO reach PPO's score" in run("examples/compare_scores.py", "--help")
 
 
