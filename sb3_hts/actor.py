@@ -43,6 +43,8 @@ class ActorProgram:
     :param device: Where the policy acts.
     :param full_batch: Whether all environments share a forward, see :mod:`sb3_hts.serving`.
     :param worker_of: Which worker hosts each group.
+    :param device_slots: Pickled tensors that take the place of the slots in shared memory, where those of the learner's
+        device can be shared; each pickle can be loaded once.
     """
 
     layout: ExchangeLayout
@@ -55,12 +57,21 @@ class ActorProgram:
     device: str
     full_batch: bool
     worker_of: tuple[int, ...]
+    device_slots: bytes | None = None
 
-    def make_server(self, blocks: Sequence[SharedBlock], actor: int, status: WorkerStatus) -> Server:
-        """What serves the groups; blocks: the storage's, the slots', the exchange's."""
-        storage_block, slots_block, exchange_block = blocks
+    def open_slots(self, block: SharedBlock) -> ParameterMirror:
+        """The parameters."""
+        slots = ParameterSlots(self.slot_nbytes, self.n_slots, block)
+        if self.device_slots is None:
+            published = [th.from_numpy(slot) for slot in slots.slots]
+        else:
+            published = list(pickle.loads(self.device_slots))
+        return ParameterMirror(published, slots.versions, th.device(self.device))
+
+    def make_server(self, mirror: ParameterMirror, blocks: Sequence[SharedBlock], actor: int, status: WorkerStatus) -> Server:
+        """What serves the groups; blocks: the storage's, the exchange's."""
+        storage_block, exchange_block = blocks
         device = th.device(self.device)
-        mirror = ParameterMirror(ParameterSlots(self.slot_nbytes, self.n_slots, slots_block), device)
         # The full batch's noise is drawn on the CPU
         generator = None if self.full_batch or device.type == "cpu" else th.Generator(device)
         replica = Replica(self.tensors, mirror.slots, partial(load_policy, self.policy), self.noise_key, generator)
@@ -131,7 +142,14 @@ class _Actor:
             for block in blocks:
                 block.release_descriptor()
             program: ActorProgram = loads(request.program)
-            self._server = program.make_server(blocks, self._actor, self._status)
+            slots_block, *others = blocks
+            try:
+                mirror = program.open_slots(slots_block)
+            except Exception as error:  # drivers and containers have many ways to say that memory is not shared
+                if program.device_slots is None:
+                    raise
+                return Done(dumps(f"{type(error).__name__}: {error}"))
+            self._server = program.make_server(mirror, others, self._actor, self._status)
             self._worker_of = program.worker_of
             # A full batch costs the same whoever is in it; other forwards are left to whoever has time
             self._most = len(self._worker_of) if program.full_batch else 1

@@ -21,11 +21,13 @@ class Central:
     :param n_actors: How many.
     :param device: Where it acts.
     :param full_batch: Whether all environments share a forward, see :mod:`sb3_hts.serving`.
+    :param direct: Whether to try to have the actors read the parameters in the memory of the learner's device.
     """
 
     n_actors: int
     device: th.device
     full_batch: bool
+    direct: bool
 
     def __str__(self) -> str:
         actors = f"{self.n_actors} actor{'s' if self.n_actors > 1 else ''}"
@@ -52,7 +54,7 @@ def choose(
     if batch == "full" and reason is not None:
         raise ValueError(f'central_batch="full" is not possible, because {reason}: leave it out, or pass "group".')
     full_batch = batch == "full" or (batch == "auto" and reason is None and _pays_off(policy, acting_device))
-    return Central(n_actors, acting_device, full_batch)
+    return Central(n_actors, acting_device, full_batch, direct=policy.device.type == acting_device.type == "cuda")
 
 
 def why_not_full(policy: ActorCriticPolicy, actor_class: type[GroupActor]) -> str | None:

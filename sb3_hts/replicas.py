@@ -112,6 +112,9 @@ class Publisher:
             # One of another shape is a cache, of batches that only the learner sees
             if name in buffers and buffers[name].shape == view.shape:
                 view.copy_(buffers[name])
+        device = views[0].device
+        if device.type == "cuda":
+            th.cuda.current_stream(device).synchronize()  # other processes do not know our streams
         self._versions[slot] = version
 
     def parameters(self, slot: int) -> list[th.Tensor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch as th
 
 from sb3_hts.acting import Manner, input_array
@@ -19,23 +20,23 @@ from sb3_hts.exchange import Exchange
 from sb3_hts.lean_policy import lean_network, lean_sampler
 from sb3_hts.replicas import Replica
 from sb3_hts.shared_arrays import Array
-from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import Half, RolloutStorage
 
 
 class ParameterMirror:
     """The published slots, as seen from the device that acts.
 
-    :param slots: In shared memory; read only.
-    :param device: If it is not the CPU, each snapshot is copied there once, when it is first needed.
+    :param published: The bytes of each slot; read only.
+    :param versions: Of the slots.
+    :param device: If it is not theirs, each snapshot is copied there once, when it is first needed.
     """
 
-    def __init__(self, slots: ParameterSlots, device: th.device) -> None:
-        self.versions = slots.versions
-        self._published = [th.from_numpy(slot) for slot in slots.slots]
-        self._remote = device.type != "cpu"
-        self.slots = [slot.to(device) for slot in self._published]
-        self._fetched_for = [-1] * slots.n_slots
+    def __init__(self, published: Sequence[th.Tensor], versions: npt.NDArray[np.int64], device: th.device) -> None:
+        self.versions = versions
+        self._published = published
+        self.slots = [slot.to(device) for slot in published]
+        self._remote = self.slots[0] is not published[0]
+        self._fetched_for = [-1] * len(published)
 
     def fetch(self, slot: int, rollout: int) -> None:
         """Make sure that a published snapshot is there.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
@@ -20,10 +22,10 @@ from sb3_hts.executor import ExecutorProgram
 from sb3_hts.inference import Central
 from sb3_hts.interrupts import shielded
 from sb3_hts.local_runner import LocalProgram
-from sb3_hts.protocol import Collect, Collected
+from sb3_hts.protocol import Collect, Collected, Done
 from sb3_hts.replicas import PolicyTensors, Publisher, dump_policy
 from sb3_hts.serialization import dumps_by_value, loads
-from sb3_hts.shared_arrays import SharedBlock
+from sb3_hts.shared_arrays import SharedBlock, aligned
 from sb3_hts.slots import ParameterSlots
 from sb3_hts.storage import RolloutStorage
 from sb3_hts.tokens import TokenQueue
@@ -67,10 +69,9 @@ class WorkerCollector(Collector):
         blocks = [storage_block, slots.block]
         self._exchange: Exchange | None = None
         if plan.central is None:
-            self._configure_local(tensors, storage_block, slots.block)
+            self._configure_local(tensors, storage_block, slots)
         else:
-            exchange_block = self._configure_central(plan.central, tensors, storage_block, slots.block)
-            blocks.append(exchange_block)
+            blocks.append(self._configure_central(plan.central, tensors, storage_block, slots))
         self.description = (
             f"{base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, {plan.central or 'inference local'}, "
             f"{sum(block.nbytes for block in blocks) / 2**20:.1f} MiB shared"
@@ -81,7 +82,7 @@ class WorkerCollector(Collector):
         self._warnings: list[str] = []
         self._step_time = 0.0
 
-    def _configure_local(self, tensors: PolicyTensors, storage_block: SharedBlock, slots_block: SharedBlock) -> None:
+    def _configure_local(self, tensors: PolicyTensors, storage_block: SharedBlock, slots: ParameterSlots) -> None:
         plan = self._plan
         program = LocalProgram(
             layout=plan.layout,
@@ -93,11 +94,11 @@ class WorkerCollector(Collector):
             n_slots=plan.n_slots,
             noise_key=plan.noise_key,
         )
-        equipment = Equipment(dumps_by_value(program), (storage_block, slots_block))
+        equipment = Equipment(dumps_by_value(program), (storage_block, slots.block))
         self._workforce.configure_rollouts(self, [equipment] * self._placement.n_workers)
 
     def _configure_central(
-        self, central: Central, tensors: PolicyTensors, storage_block: SharedBlock, slots_block: SharedBlock
+        self, central: Central, tensors: PolicyTensors, storage_block: SharedBlock, slots: ParameterSlots
     ) -> SharedBlock:
         """As :meth:`_configure_local`; the memory of the exchange."""
         plan, placement = self._plan, self._placement
@@ -122,11 +123,20 @@ class WorkerCollector(Collector):
         executor = dumps_by_value(ExecutorProgram(layout, self._templates))
         block = SharedBlock(layout.nbytes)
         requests, *answers = queues = [TokenQueue() for _ in range(1 + placement.n_workers)]
-        self._workforce.configure_rollouts(
-            self,
-            [Equipment(executor, (storage_block, block), (requests, mine)) for mine in answers],
-            [Equipment(dumps_by_value(actor), (storage_block, slots_block, block), tuple(queues))] * central.n_actors,
-        )
+
+        def configure(offers: Sequence[bytes | None]) -> list[Done]:
+            programs = [dumps_by_value(replace(actor, device_slots=offer)) for offer in offers]
+            return self._workforce.configure_rollouts(
+                self,
+                [Equipment(executor, (storage_block, block), (requests, mine)) for mine in answers],
+                [Equipment(program, (slots.block, storage_block, block), tuple(queues)) for program in programs],
+            )
+
+        on_device = _share_on_device(tensors, plan.n_slots, central.n_actors, configure) if central.direct else None
+        if on_device is None:
+            configure([None] * central.n_actors)
+        else:
+            self._publisher = Publisher(tensors, on_device, slots.versions)
         self._exchange = Exchange(layout, block)
         return block
 
@@ -202,3 +212,20 @@ class WorkerCollector(Collector):
     def after_gathering(self, replies: Sequence[Collected]) -> None:
         """Bring the main process's wrappers up to date."""
         self._warnings += merge_states(self._wrappers, [states for reply in replies for states in reply.wrapper_states])
+
+
+def _share_on_device(
+    tensors: PolicyTensors, n_slots: int, n_actors: int, configure: Callable[[Sequence[bytes | None]], Sequence[Done]]
+) -> Sequence[th.Tensor] | None:
+    """Slots on the learner's device that the actors read themselves; ``None`` if that is not possible.
+
+    Not every driver, allocator and container lets processes share a device's memory; either side may notice.
+
+    :param configure: Hands each actor its offer.
+    """
+    slots = th.empty((n_slots, aligned(tensors.nbytes)), dtype=th.uint8, device=tensors.policy.device)
+    try:
+        offers = [bytes(ForkingPickler.dumps(slots)) for _ in range(n_actors)]
+    except Exception:
+        return None
+    return None if any(reply.value is not None for reply in configure(offers)) else list(slots)

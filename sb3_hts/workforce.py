@@ -254,18 +254,23 @@ class Workforce:
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
-    def configure_rollouts(self, owner: RolloutOwner, workers: Sequence[Equipment], actors: Sequence[Equipment] = ()) -> None:
+    def configure_rollouts(
+        self, owner: RolloutOwner, workers: Sequence[Equipment], actors: Sequence[Equipment] = ()
+    ) -> list[Done]:
         """Prepare the workers to collect.
 
         :param owner: On whose behalf; the latest one only can start rollouts.
         :param workers: What each of them gets.
         :param actors: Of those who act for them; there will be that many from now on.
+        :return: What everybody answers, workers first.
         """
         with self.idle():
             self._employ(len(actors))
+            replies = []
             for pool, equipments in zip(self._pools, (workers, actors), strict=False):
-                self._tell(pool, [(equipment.request, equipment.sendables) for equipment in equipments])
+                replies += self._tell(pool, [(equipment.request, equipment.sendables) for equipment in equipments])
             self._owner = owner
+            return replies
 
     def _employ(self, n_actors: int) -> None:
         """Have so many actors; those of an earlier model are as good as new ones."""
@@ -277,13 +282,13 @@ class Workforce:
             self.actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
             self._tell(self.actors)
 
-    def _tell(self, pool: WorkerPool, requests: Sequence[tuple[Request, Sequence[Sendable]]] = ()) -> None:
-        """Send a request to each process of a pool, with what goes with it, and wait for all of them."""
+    def _tell(self, pool: WorkerPool, requests: Sequence[tuple[Request, Sequence[Sendable]]] = ()) -> list[Done]:
+        """Send a request to each process of a pool, with what goes with it, and wait for all replies."""
         with shielded:
             for number, (request, sendables) in enumerate(requests):
                 pool.send(number, request, *sendables)
         with self._noting_failure():
-            _checked(pool.receive(range(pool.n_workers)), Done)
+            return _checked(pool.receive(range(pool.n_workers)), Done)
 
     def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +22,10 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 from test_oracle import BOX, DICT, IMAGE, PPO_KWARGS, assert_equal_to_oracle
 
-from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, WorkerDied, WorkerRaised, WorkerTimeout
+from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, WorkerDied, WorkerRaised, WorkerTimeout, inference
+from sb3_hts.inference import Central
 from sb3_hts.protocol import Activity
+from sb3_hts.replicas import Publisher
 from sb3_hts.tokens import TokenQueue
 
 CNN: dict[str, Any] = {
@@ -303,6 +309,47 @@ def test_a_queue_closes_its_descriptors() -> None:
 
 
 # --- other devices --------------------------------------------------------------------------------------------------
+
+
+def refuse(*_: object) -> bytes:
+    raise RuntimeError("no such memory here")
+
+
+@pytest.mark.parametrize("dumps", [None, refuse, lambda slots: b"not a pickle"], ids=["shared", "not shared", "not opened"])
+@pytest.mark.parametrize("n_actors", [1, 2])
+def test_parameters_from_device_to_device(
+    dumps: Callable[[object], bytes] | None, n_actors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or through shared memory where either side cannot; here the device is the CPU."""
+    published = []
+
+    class Spy(Publisher):
+        def __init__(self, tensors: Any, slots: Any, versions: Any) -> None:
+            super().__init__(tensors, slots, versions)
+            published.append(slots)
+
+    def offer(slots: th.Tensor) -> bytes:
+        data = bytes((dumps or ForkingPickler.dumps)(slots))
+        slots[...] = 255  # nobody acts with what has not been published
+        return data
+
+    def choose(*args: Any) -> Central | None:
+        central = inference.choose(*args)
+        return central and replace(central, direct=True)
+
+    monkeypatch.setattr("sb3_hts.worker_collector.ForkingPickler", SimpleNamespace(dumps=offer))
+    monkeypatch.setattr("sb3_hts.algorithm.choose", choose)
+    monkeypatch.setattr("sb3_hts.worker_collector.Publisher", Spy)
+    assert_equal_to_oracle(
+        HTSPPO,
+        n_snapshots=4,
+        correction="proximal",
+        env_class=JITTERY,
+        central={"inference": "central", "n_actors": n_actors},
+        **PPO_KWARGS,
+    )
+    assert len(published) == (2 if dumps is None else 1)
+
 
 needs_cuda = pytest.mark.skipif(not th.cuda.is_available(), reason="no CUDA device")
 
