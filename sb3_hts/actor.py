@@ -19,7 +19,7 @@ from sb3_hts.acting import Manner
 from sb3_hts.child import describe, ignore_interrupts, settle_in
 from sb3_hts.exchange import Exchange, ExchangeLayout
 from sb3_hts.protocol import Activity, Close, Configure, Done, Reply, Unconfigure
-from sb3_hts.replicas import Replica, TensorSpec, load_policy
+from sb3_hts.replicas import PortablePolicy
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.serving import FullServer, GroupServer, ParameterMirror, Server
 from sb3_hts.shared_arrays import SharedBlock
@@ -35,11 +35,8 @@ class ActorProgram:
 
     :param layout: Of what is handed over.
     :param manner: How to act.
-    :param policy: Result of :func:`sb3_hts.replicas.dump_policy`.
-    :param tensors: The policy's tensors, in order of their numbers.
-    :param slot_nbytes: Size of one slot.
+    :param policy: For the device.
     :param n_slots: Number of slots, see :mod:`sb3_hts.slots`.
-    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
     :param device: Where the policy acts.
     :param full_batch: Whether all environments share a forward, see :mod:`sb3_hts.serving`.
     :param worker_of: Which worker hosts each group.
@@ -49,11 +46,8 @@ class ActorProgram:
 
     layout: ExchangeLayout
     manner: Manner
-    policy: bytes
-    tensors: tuple[TensorSpec, ...]
-    slot_nbytes: int
+    policy: PortablePolicy
     n_slots: int
-    noise_key: int
     device: str
     full_batch: bool
     worker_of: tuple[int, ...]
@@ -61,7 +55,7 @@ class ActorProgram:
 
     def open_slots(self, block: SharedBlock) -> ParameterMirror:
         """The parameters."""
-        slots = ParameterSlots(self.slot_nbytes, self.n_slots, block)
+        slots = ParameterSlots(self.policy.slot_nbytes, self.n_slots, block)
         if self.device_slots is None:
             published = [th.from_numpy(slot) for slot in slots.slots]
         else:
@@ -74,10 +68,9 @@ class ActorProgram:
         device = th.device(self.device)
         # The full batch's noise is drawn on the CPU
         generator = None if self.full_batch or device.type == "cpu" else th.Generator(device)
-        replica = Replica(self.tensors, mirror.slots, partial(load_policy, self.policy), self.noise_key, generator)
         server_class = FullServer if self.full_batch else GroupServer
         return server_class(
-            replica,
+            self.policy.make_replica(mirror.slots, generator),
             mirror,
             self.manner,
             RolloutStorage(self.layout.rollout, storage_block),

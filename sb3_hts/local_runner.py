@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch as th
 
 from sb3_hts.acting import GroupActor, Manner
 from sb3_hts.protocol import Activity, Collect
-from sb3_hts.replicas import Replica, TensorSpec, load_policy
+from sb3_hts.replicas import PortablePolicy
 from sb3_hts.rollout_runner import Host, RolloutRunner
 from sb3_hts.shared_arrays import SharedBlock
 from sb3_hts.slots import ParameterSlots
@@ -27,26 +26,20 @@ class LocalProgram:
     :param layout: Of the rollout storage.
     :param manner: How to act.
     :param wrappers: Templates of the vectorized wrappers, from the innermost outwards.
-    :param policy: Result of :func:`sb3_hts.replicas.dump_policy`.
-    :param tensors: The policy's tensors, in order of their numbers.
-    :param slot_nbytes: Size of one slot.
+    :param policy: For the CPU.
     :param n_slots: Number of slots, see :mod:`sb3_hts.slots`.
-    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
     """
 
     layout: RolloutLayout
     manner: Manner
     wrappers: tuple[Template, ...]
-    policy: bytes
-    tensors: tuple[TensorSpec, ...]
-    slot_nbytes: int
+    policy: PortablePolicy
     n_slots: int
-    noise_key: int
 
     def make_runner(self, blocks: Sequence[SharedBlock], queues: Sequence[TokenQueue], host: Host) -> RolloutRunner:
         """See :class:`~sb3_hts.rollout_runner.Program`; blocks: the storage's, the slots'."""
         storage_block, slots_block = blocks
-        slots = ParameterSlots(self.slot_nbytes, self.n_slots, slots_block)
+        slots = ParameterSlots(self.policy.slot_nbytes, self.n_slots, slots_block)
         return LocalRunner(self, RolloutStorage(self.layout, storage_block), slots, host)
 
 
@@ -62,10 +55,9 @@ class LocalRunner(RolloutRunner):
     def __init__(self, program: LocalProgram, storage: RolloutStorage, slots: ParameterSlots, host: Host) -> None:
         self._slots = slots
         parameters = [th.from_numpy(slot) for slot in slots.slots]
-        replica = Replica(program.tensors, parameters, partial(load_policy, program.policy), program.noise_key)
-        self._replica = replica
+        self._replica = program.policy.make_replica(parameters)
         manner = program.manner
-        self._actors = [manner.actor_class(replica, manner, group.columns) for group in host.groups]
+        self._actors = [manner.actor_class(self._replica, manner, group.columns) for group in host.groups]
         super().__init__(program.layout, program.wrappers, storage, host)
 
     def _critic_of(self, columns: slice) -> GroupActor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -290,3 +291,23 @@ class Replica:
     def seed(self, group: int, step: int) -> None:
         """Seed the generator for the forward of one group at one step."""
         self._generator.manual_seed(stream_seed(self._noise_key, group, step))
+
+
+@dataclass(frozen=True)
+class PortablePolicy:
+    """A policy for other processes, apart from the numbers in its tensors.
+
+    :param structure: Result of :func:`dump_policy`.
+    :param tensors: In order of their numbers.
+    :param slot_nbytes: Size of one slot.
+    :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
+    """
+
+    structure: bytes
+    tensors: tuple[TensorSpec, ...]
+    slot_nbytes: int
+    noise_key: int
+
+    def make_replica(self, slots: Sequence[th.Tensor], generator: th.Generator | None = None) -> Replica:
+        """The replica over the given slots; arguments as of :class:`Replica`."""
+        return Replica(self.tensors, slots, partial(load_policy, self.structure), self.noise_key, generator)

@@ -23,7 +23,7 @@ from sb3_hts.inference import Central
 from sb3_hts.interrupts import shielded
 from sb3_hts.local_runner import LocalProgram
 from sb3_hts.protocol import Collect, Collected, Done
-from sb3_hts.replicas import PolicyTensors, Publisher, dump_policy
+from sb3_hts.replicas import PolicyTensors, PortablePolicy, Publisher, dump_policy
 from sb3_hts.serialization import dumps_by_value, loads
 from sb3_hts.shared_arrays import SharedBlock, aligned
 from sb3_hts.slots import ParameterSlots
@@ -88,11 +88,8 @@ class WorkerCollector(Collector):
             layout=plan.layout,
             manner=plan.manner,
             wrappers=self._templates,
-            policy=dump_policy(tensors, th.device("cpu")),
-            tensors=tuple(tensors.specs),
-            slot_nbytes=tensors.nbytes,
+            policy=self._dump_policy(tensors, th.device("cpu")),
             n_slots=plan.n_slots,
-            noise_key=plan.noise_key,
         )
         equipment = Equipment(dumps_by_value(program), (storage_block, slots.block))
         self._workforce.configure_rollouts(self, [equipment] * self._placement.n_workers)
@@ -111,11 +108,8 @@ class WorkerCollector(Collector):
         actor = ActorProgram(
             layout=layout,
             manner=plan.manner,
-            policy=dump_policy(tensors, central.device),
-            tensors=tuple(tensors.specs),
-            slot_nbytes=tensors.nbytes,
+            policy=self._dump_policy(tensors, central.device),
             n_slots=plan.n_slots,
-            noise_key=plan.noise_key,
             device=str(central.device),
             full_batch=central.full_batch,
             worker_of=tuple(placement.worker_of(group * placement.envs_per_group) for group in range(placement.n_groups)),
@@ -139,6 +133,9 @@ class WorkerCollector(Collector):
             self._publisher = Publisher(tensors, on_device, slots.versions)
         self._exchange = Exchange(layout, block)
         return block
+
+    def _dump_policy(self, tensors: PolicyTensors, device: th.device) -> PortablePolicy:
+        return PortablePolicy(dump_policy(tensors, device), tuple(tensors.specs), tensors.nbytes, self._plan.noise_key)
 
     @property
     def advice(self) -> str | None:

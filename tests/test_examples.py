@@ -74,11 +74,17 @@ def test_pong_example(algorithm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_comparison_scripts_run() -> None:
-    assert "cartpole-a2c" in run("examples/compare_speed.py", "--workload", "cartpole-a2c", "--repeats", "1")
-    cell = ("--policy", "mlp", "--simulator", "busy", "--n-envs", "4", "--repeats", "1")
-    assert "| mlp | 4 busy |" in run("examples/compare_inference.py", *cell)
-    assert "Does HTSPPO reach PPO's score" in run("examples/compare_scores.py", "--help")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("compare_speed.py --workload cartpole-a2c --repeats 1", "| cartpole-a2c | 8 |"),
+        ("compare_inference.py --policy mlp --simulator busy --n-envs 4 --repeats 1", "| mlp | 4 busy |"),
+        ("compare_scores.py --help", "Does HTSPPO reach PPO's score"),
+    ],
+)
+def test_comparison_scripts_run(arguments: str, words: str) -> None:
+    script, *others = arguments.split()
+    assert words in run(f"examples/{script}", *others)
 
 
 class StopWhenSolved(BaseCallback):
