@@ -37,8 +37,8 @@ class HTSA2C(HTSOnPolicyAlgorithm, A2C):
     :param n_actors: Number of actors, with central inference only. Does not influence results.
     :param actor_device: Where actors act; by default where the policy is.
     :param central_batch: What actors forward: ``"full"``: a batch of all environments, ready or not; ``"group"``: each ready
-        group by itself, which works with any policy. ``"auto"`` chooses full for policies of SB3's own networks, except
-        for convolutions on the CPU. Part of the numerics.
+        group by itself, which works with any policy. ``"auto"`` chooses full for policies whose modules are all SB3's and
+        torch's, and which use no gSDE. Part of the numerics.
     :raises ValueError: If one of them is out of range.
     """
 

@@ -53,7 +53,7 @@ def choose(
     reason = why_not_full(policy, actor_class)
     if batch == "full" and reason is not None:
         raise ValueError(f'central_batch="full" is not possible, because {reason}: leave it out, or pass "group".')
-    full_batch = batch == "full" or (batch == "auto" and reason is None and _pays_off(policy, acting_device))
+    full_batch = batch == "full" or (batch == "auto" and reason is None and _has_independent_rows(policy))
     return Central(n_actors, acting_device, full_batch, direct=policy.device.type == acting_device.type == "cuda")
 
 
@@ -66,12 +66,9 @@ def why_not_full(policy: ActorCriticPolicy, actor_class: type[GroupActor]) -> st
     return None
 
 
-def _pays_off(policy: ActorCriticPolicy, device: th.device) -> bool:
-    """Whether a full batch is the better default.
+def _has_independent_rows(policy: ActorCriticPolicy) -> bool:
+    """Whether each row of a batch is known to be forwarded as if it were alone: true of torch's and SB3's modules.
 
-    Only for networks all of whose parts are torch's or SB3's, whose rows are known not to depend on each other. On the
-    CPU a convolution takes as long as there are rows, on other devices the number of forwards counts.
+    Others may mix the rows, for example by statistics of the batch.
     """
-    known = all(type(module).__module__.startswith(("torch.", "stable_baselines3.")) for module in policy.modules())
-    convolutional = any(isinstance(module, (th.nn.Conv1d, th.nn.Conv2d, th.nn.Conv3d)) for module in policy.modules())
-    return known and (device.type != "cpu" or not convolutional)
+    return all(type(module).__module__.startswith(("torch.", "stable_baselines3.")) for module in policy.modules())

@@ -102,6 +102,7 @@ class Extractor(th.nn.Flatten):
     [
         ("MlpPolicy", {}, "inference local,"),
         ("MlpPolicy", {"inference": "central"}, "inference central (1 actor on cpu, full batches)"),
+        ("CnnPolicy", {"inference": "central"}, "inference central (1 actor on cpu, full batches)"),
         ("MlpPolicy", {"inference": "central", "n_actors": 2}, "inference central (2 actors on cpu, full batches)"),
         ("MlpPolicy", {"inference": "central", "central_batch": "group"}, "on cpu, group batches)"),
         (Overridden, {"inference": "central"}, "on cpu, group batches)"),
@@ -109,15 +110,9 @@ class Extractor(th.nn.Flatten):
     ],
 )
 def test_says_what_it_does(policy: Any, kwargs: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with HTSVecEnv([WalkEnv] * 2) as env:
+    with HTSVecEnv([partial(WalkEnv, IMAGE) if policy == "CnnPolicy" else WalkEnv] * 2) as env:
         HTSA2C(policy, env, device="cpu", verbose=1, **kwargs).learn(10)
     assert words in capsys.readouterr().out
-
-
-def test_images_are_forwarded_by_group_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with HTSVecEnv([partial(WalkEnv, IMAGE)] * 2) as env:
-        HTSA2C("CnnPolicy", env, device="cpu", verbose=1, inference="central").learn(10)
-    assert "inference central (1 actor on cpu, group batches)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
