@@ -156,6 +156,7 @@ class GroupActor:
         """Whether the exploration matrix that holds at step ``t`` is there, or none is needed."""
         return self._sde_sample_freq is None or self._explored_at == first_step + self.exploration_start(t)
 
+    @th.no_grad()
     def explore(self, first_step: int, t: int) -> None:
         """Make the exploration matrix that holds at step ``t`` the policy's; if it is not there, sample it with the present
         parameters."""

@@ -19,6 +19,7 @@ from sb3_hts.acting import Manner
 from sb3_hts.child import describe, ignore_interrupts, settle_in
 from sb3_hts.exchange import Exchange, ExchangeLayout
 from sb3_hts.protocol import Activity, Close, Configure, Done, Reply, Unconfigure
+from sb3_hts.randomness import seed_process
 from sb3_hts.replicas import PortablePolicy
 from sb3_hts.serialization import dumps, loads
 from sb3_hts.serving import FullServer, GroupServer, ParameterMirror, Server
@@ -65,12 +66,11 @@ class ActorProgram:
     def make_server(self, mirror: ParameterMirror, blocks: Sequence[SharedBlock], actor: int, status: WorkerStatus) -> Server:
         """What serves the groups; blocks: the storage's, the exchange's."""
         storage_block, exchange_block = blocks
-        device = th.device(self.device)
-        # The full batch's noise is drawn on the CPU
-        generator = None if self.full_batch or device.type == "cpu" else th.Generator(device)
         server_class = FullServer if self.full_batch else GroupServer
+        # The networks that share a forward draw nothing, and what they lead to is drawn on the CPU
+        seed = () if self.full_batch else (seed_process(th.device(self.device)),)
         return server_class(
-            self.policy.make_replica(mirror.slots, generator),
+            self.policy.make_replica(mirror.slots, *seed),
             mirror,
             self.manner,
             RolloutStorage(self.layout.rollout, storage_block),
@@ -107,27 +107,29 @@ class _Actor:
         while True:
             self._status.set(self._actor, Activity.AWAITING_OBSERVATION)
             groups = self._requests.take(self._most, beside=self._connection) if self._requests else []
+            request = None if groups else pickle.loads(self._connection.recv_bytes())
+            if isinstance(request, Close):
+                return
+            reply: Reply | None = None
             try:
-                if groups:
+                if request is None:
                     self._serve(groups)
-                    continue
-                request = pickle.loads(self._connection.recv_bytes())
-                if isinstance(request, Close):
-                    return
-                reply = self._answer(request)
-            except (EOFError, ConnectionError):
-                raise
+                else:
+                    reply = self._answer(request)
             except BaseException as error:  # whatever a policy raises is the main process's to hear
                 reply = describe(error, self._status, self._actor)
-            ignore_interrupts()
-            self._connection.send_bytes(dumps(reply))
+            if reply is not None:
+                ignore_interrupts()
+                self._connection.send_bytes(dumps(reply))
 
     def _serve(self, groups: list[int]) -> None:
+        """Give the tokens back, each with its answer."""
         assert self._server is not None
         for group in self._server.serve(groups):
             self._answers[self._worker_of[group]].put(group)
 
     def _answer(self, request: Configure | Unconfigure) -> Reply:
+        self._status.set(self._actor, Activity.STARTING)
         self._forget()
         if isinstance(request, Configure):
             blocks = [SharedBlock.receive(self._connection, nbytes) for nbytes in request.sizes]

@@ -80,9 +80,9 @@ class Executor(RolloutRunner):
         self._exchange = exchange
         self._requests = requests
         self._answers = answers
-        self._n_asked = 0
-        self._held: list[int] = []
-        self._n_published = 1
+        self._n_asked: int
+        self._held: list[int]
+        self._n_published: int
         super().__init__(storage.layout, wrappers, storage, host)
         size = host.groups[0].num_envs
         self._first_group = host.groups[0].columns.start // size

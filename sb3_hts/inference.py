@@ -8,7 +8,7 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 from sb3_hts.acting import GroupActor
-from sb3_hts.lean_policy import lean_network
+from sb3_hts.lean_policy import is_stock, lean_network
 
 INFERENCES = ("auto", "local", "central")
 BATCHES = ("auto", "full", "group")
@@ -45,9 +45,9 @@ def choose(
     :param n_actors: How many actors there will be.
     :param device: Where they act; ``None``: where the learner's policy is.
     :param batch: One of :data:`BATCHES`.
-    :raises ValueError: If a full batch is demanded of a policy that has none.
+    :raises ValueError: If a full batch is demanded of a policy that has none, or the device is not there.
     """
-    acting_device = policy.device if device is None else th.device(device)
+    acting_device = policy.device if device is None else _available(device)
     if inference == "local" or (inference == "auto" and acting_device.type == "cpu"):
         return None
     reason = why_not_full(policy, actor_class)
@@ -63,6 +63,8 @@ def why_not_full(policy: ActorCriticPolicy, actor_class: type[GroupActor]) -> st
         return "the policy acts on more than observations"
     if lean_network(policy) is None:
         return "the policy's forward is not SB3's own, has hooks, or uses gSDE"
+    if not is_stock(policy, "predict_values"):
+        return "the policy's predict_values is not SB3's own"
     return None
 
 
@@ -72,3 +74,12 @@ def _has_independent_rows(policy: ActorCriticPolicy) -> bool:
     Others may mix the rows, for example by statistics of the batch.
     """
     return all(type(module).__module__.startswith(("torch.", "stable_baselines3.")) for module in policy.modules())
+
+
+def _available(name: str) -> th.device:
+    """A device that is there. One that is not may still be named by the file of a model that is loaded to be looked at."""
+    try:
+        return th.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"actor_device={name!r} cannot be used ({reason}): pass another one, or None.") from error

@@ -15,27 +15,30 @@ from typing import Any
 
 import torch as th
 from stable_baselines3.common.distributions import (
+    BernoulliDistribution,
     CategoricalDistribution,
     DiagGaussianDistribution,
-    StateDependentNoiseDistribution,
+    MultiCategoricalDistribution,
 )
 from stable_baselines3.common.policies import ActorCriticPolicy
 
 Forward = Callable[[Any], tuple[th.Tensor, th.Tensor, th.Tensor]]
-Network = Callable[[Any], tuple[th.Tensor, th.Tensor]]
-Sampler = Callable[[th.Tensor], tuple[th.Tensor, th.Tensor]]
+Parameters = tuple[th.Tensor, ...]
+"""Of a distribution, each ``(batch, ...)``."""
+Network = Callable[[Any], tuple[Parameters, th.Tensor]]
+Sampler = Callable[[Parameters], tuple[th.Tensor, th.Tensor]]
 Evaluation = Callable[[Any, th.Tensor], tuple[th.Tensor, th.Tensor, th.Tensor | None]]
 
 
 @dataclass(frozen=True)
 class _Categorical:
-    """As ``Categorical(logits=parameters)``."""
+    """As ``Categorical(logits=logits)``."""
 
     log_pmf: th.Tensor
 
     @classmethod
-    def of(cls, policy: ActorCriticPolicy, parameters: th.Tensor) -> _Categorical:
-        return cls(parameters - parameters.logsumexp(dim=-1, keepdim=True))
+    def of(cls, logits: th.Tensor) -> _Categorical:
+        return cls(logits - logits.logsumexp(dim=-1, keepdim=True))
 
     def sample(self) -> th.Tensor:
         # NaN is an error of multinomial()
@@ -51,14 +54,14 @@ class _Categorical:
 
 @dataclass(frozen=True)
 class _Gaussian:
-    """As ``Normal(parameters, exp(log_std))``, independent over dimensions."""
+    """As ``Normal(mean, scale)``, independent over dimensions."""
 
     mean: th.Tensor
     scale: th.Tensor
 
     @classmethod
-    def of(cls, policy: ActorCriticPolicy, parameters: th.Tensor) -> _Gaussian:
-        return cls(parameters, th.ones_like(parameters) * policy.log_std.exp().to(parameters.device))
+    def of(cls, mean: th.Tensor, scale: th.Tensor) -> _Gaussian:
+        return cls(mean, scale)
 
     def sample(self) -> th.Tensor:
         if not th.isfinite(self.mean).all():
@@ -74,11 +77,13 @@ class _Gaussian:
         return (0.5 + 0.5 * math.log(2 * math.pi) + th.log(self.scale)).sum(dim=1)
 
 
-_STOCK = {name: getattr(ActorCriticPolicy, name) for name in ("forward", "evaluate_actions", "_get_action_dist_from_latent")}
+_METHODS = ("forward", "evaluate_actions", "predict_values", "_get_action_dist_from_latent")
+_STOCK = {name: getattr(ActorCriticPolicy, name) for name in _METHODS}
 _DISTRIBUTIONS: dict[type[Any], type[_Categorical] | type[_Gaussian]] = {
     CategoricalDistribution: _Categorical,
     DiagGaussianDistribution: _Gaussian,
 }
+_DIVISIBLE = (*_DISTRIBUTIONS, MultiCategoricalDistribution, BernoulliDistribution)
 
 
 def lean_forward(policy: ActorCriticPolicy) -> Forward:
@@ -108,15 +113,15 @@ def lean_network(policy: ActorCriticPolicy) -> Network | None:
     :return: Observations to ``(parameters of the distribution, values)``; call it without gradients.
     """
     # Calling the module itself runs its hooks
-    if not _is_stock(policy, "forward") or policy._forward_hooks or policy._forward_pre_hooks:
+    if not is_stock(policy, "forward") or policy._forward_hooks or policy._forward_pre_hooks:
         return None
-    if isinstance(policy.action_dist, StateDependentNoiseDistribution):
+    if type(policy.action_dist) not in _DIVISIBLE:
         return None
 
-    def network(obs: Any) -> tuple[th.Tensor, th.Tensor]:
+    def network(obs: Any) -> tuple[Parameters, th.Tensor]:
         latent_pi, latent_vf = _latents(policy, obs)
         values = policy.value_net(latent_vf)
-        return policy.action_net(latent_pi), values
+        return _parameters(policy, latent_pi), values
 
     return network
 
@@ -124,17 +129,17 @@ def lean_network(policy: ActorCriticPolicy) -> Network | None:
 def lean_sampler(policy: ActorCriticPolicy) -> Sampler:
     """What ``policy(obs)`` does from where :func:`lean_network` ends.
 
-    :return: Parameters of the distribution, on the policy's device or on the CPU, to ``(actions, log_probs)``.
+    :return: Parameters of the distribution, on any device, to ``(actions, log_probs)``.
     """
     shape: Any = policy.action_space.shape
     distribution_class = _DISTRIBUTIONS.get(type(policy.action_dist))
 
-    def sample(parameters: th.Tensor) -> tuple[th.Tensor, th.Tensor]:
+    def sample(parameters: Parameters) -> tuple[th.Tensor, th.Tensor]:
         if distribution_class is not None:
-            distribution: Any = distribution_class.of(policy, parameters)
+            distribution: Any = distribution_class.of(*parameters)
             actions = distribution.sample()
         else:
-            distribution = policy.action_dist.proba_distribution(action_logits=parameters)
+            distribution = policy.action_dist.proba_distribution(*parameters)
             actions = distribution.get_actions()
         return actions.reshape((-1, *shape)), distribution.log_prob(actions)
 
@@ -153,7 +158,7 @@ def lean_evaluation(policy: ActorCriticPolicy) -> Evaluation:
 
     def evaluate_actions(obs: Any, actions: th.Tensor) -> tuple[th.Tensor, th.Tensor, th.Tensor | None]:
         latent_pi, latent_vf = _latents(policy, obs)
-        distribution = distribution_class.of(policy, policy.action_net(latent_pi))
+        distribution = distribution_class.of(*_parameters(policy, latent_pi))
         log_probs = distribution.log_prob(actions)
         if math.isnan(log_probs.detach().sum().item()):
             return stock(obs, actions)  # which says what is wrong
@@ -162,7 +167,7 @@ def lean_evaluation(policy: ActorCriticPolicy) -> Evaluation:
     return evaluate_actions
 
 
-def _is_stock(policy: ActorCriticPolicy, method: str) -> bool:
+def is_stock(policy: ActorCriticPolicy, method: str) -> bool:
     """Whether neither a method nor how it makes its distribution has been overridden."""
     names = (method, "_get_action_dist_from_latent")
     return all(name not in vars(policy) and getattr(type(policy), name, None) is _STOCK[name] for name in names)
@@ -170,7 +175,15 @@ def _is_stock(policy: ActorCriticPolicy, method: str) -> bool:
 
 def _distribution_of(policy: ActorCriticPolicy, method: str) -> type[_Categorical] | type[_Gaussian] | None:
     """What takes the place of the policy's distribution in a method; ``None`` if the method must be called as it is."""
-    return _DISTRIBUTIONS.get(type(policy.action_dist)) if _is_stock(policy, method) else None
+    return _DISTRIBUTIONS.get(type(policy.action_dist)) if is_stock(policy, method) else None
+
+
+def _parameters(policy: ActorCriticPolicy, latent_pi: th.Tensor) -> Parameters:
+    """Of one of SB3's distributions that have no state."""
+    outputs = policy.action_net(latent_pi)
+    if isinstance(policy.action_dist, DiagGaussianDistribution):
+        return outputs, th.ones_like(outputs) * policy.log_std.exp()
+    return (outputs,)
 
 
 def _latents(policy: ActorCriticPolicy, obs: Any) -> Any:

@@ -71,7 +71,7 @@ class LocalRunner(RolloutRunner):
         for t in range(self._n_steps):
             needed = t * request.n_snapshots // self._n_steps
             if needed != snapshot:
-                self._switch(request, needed)
+                self._await(request, needed)
                 snapshot = needed
             started = time.monotonic()
             if not self._step_all(request, half, t, snapshot):
@@ -81,26 +81,27 @@ class LocalRunner(RolloutRunner):
             if self._steps_done[index] == self._n_steps:
                 self._host.generators.enter(index)
                 self._host.channel.report(Activity.ACTING, actor.columns.start)
+                self._replica.bind(request.first_slot + snapshot)
                 actor.write_last_values(half)
 
-    def _switch(self, request: Collect, snapshot: int) -> None:
-        """Act with the given snapshot from now on; waits for it if need be."""
+    def _await(self, request: Collect, snapshot: int) -> None:
+        """Wait for the given snapshot if need be."""
         if snapshot > 0:  # the first one was published before the request
             self._host.channel.report(Activity.AWAITING_SNAPSHOT)
             published: int | None = 0
             while published is not None and published < snapshot:
                 published = self._host.channel.await_snapshot(request.rollout)
-        self._replica.bind(request.first_slot + snapshot)
 
     def _step_all(self, request: Collect, half: Half, t: int, snapshot: int) -> bool:
         """One step of each group; false once the rollout is cancelled."""
-        version = self._slots.versions[request.first_slot + snapshot]
+        slot = request.first_slot + snapshot
         for index, (member, actor) in enumerate(zip(self._members, self._actors, strict=True)):
             if self._host.channel.is_cancelled(request.rollout):
                 return False
             self._host.generators.enter(index)
             member.read_extras(half, t)
             self._host.channel.report(Activity.ACTING, member.columns.start)
+            self._replica.bind(slot)
             self._step(index, half, t, actor.act(half, t, request.first_step))
-            half.versions[t, member.columns] = version
+            half.versions[t, member.columns] = self._slots.versions[slot]
         return True

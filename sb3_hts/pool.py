@@ -112,16 +112,26 @@ class WorkerPool:
         self._pending[worker] += 1
 
     def notify(self, worker: int, notice: object, *sendables: Sendable) -> None:
-        """Send a message that has no reply."""
+        """Send a message that has no reply.
+
+        :raises WorkerError: If the system refuses to pass on what goes with it; the pool is shut down then.
+        """
         connection = self._connections[worker]
         with shielded:
+            if connection.closed:
+                return  # after a failure
             try:
                 connection.send_bytes(pickle.dumps(notice, protocol=pickle.HIGHEST_PROTOCOL))
                 for sendable in sendables:
                     sendable.send(connection, self.pids[worker])
-            except OSError:
+            except ConnectionError:
                 # The worker is gone; why is in its last message or its exit code, and whoever awaits the reply will say
                 pass
+            except OSError as error:
+                self.kill()  # it waits for what has not been sent
+                name = self._name(worker, None)
+                message = f"{name}: file descriptors cannot be sent to it ({error}): raise the limit (ulimit -n)."
+                raise WorkerError(message, worker) from error
 
     def receive(self, workers: Sequence[int], *, tolerate_failures: bool = False) -> list[Any]:
         """Wait for the next reply of each of the workers, and take them; arguments and errors as of :meth:`wait`.
@@ -168,6 +178,8 @@ class WorkerPool:
         poll = select.poll()
         if helpers is not None:
             for helper in range(helpers.n_workers):
+                if helpers._arrived[helper]:  # before an interrupt
+                    helpers._check(helper, tolerate_failures=False)
                 helpers._register(poll, helper)
         for worker in workers:
             if self._arrived[worker]:

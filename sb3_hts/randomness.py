@@ -1,9 +1,12 @@
-"""A generator of torch's that only one thread draws from."""
+"""Where policies draw from."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch as th
 from torch.overrides import TorchFunctionMode
 
@@ -52,3 +55,20 @@ class DrawingFrom(TorchFunctionMode):
         if func in self._samplers and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
+
+
+def seed_process(device: th.device) -> Callable[[int], None]:
+    """Seeds the global generators that a policy may draw from, in a process that has nothing else to do.
+
+    :param device: Where the policy acts.
+    """
+    seed_device = None if device.type == "cpu" else getattr(th, device.type).manual_seed
+
+    def seed(number: int) -> None:
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        th.default_generator.manual_seed(number)
+        if seed_device is not None:
+            seed_device(number)
+
+    return seed

@@ -23,7 +23,6 @@ import torch as th
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch.overrides import TorchFunctionMode
 
-from sb3_hts.randomness import DrawingFrom
 from sb3_hts.seeding import stream_seed
 from sb3_hts.serialization import main_by_value
 from sb3_hts.shared_arrays import aligned
@@ -124,12 +123,13 @@ class Publisher:
 
 
 class _PolicyPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle is not typed
-    """Numbers instead of parameters, nothing instead of optimizers; any other tensor goes to the given device."""
+    """Numbers instead of parameters, nothing instead of optimizers; other tensors go from one device to the other."""
 
-    def __init__(self, file: io.BytesIO, numbers: dict[int, int], device: th.device) -> None:
+    def __init__(self, file: io.BytesIO, numbers: dict[int, int], source: th.device, target: th.device) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._numbers = numbers
-        self._device = device
+        self._source = source
+        self._target = target
 
     def persistent_id(self, obj: object) -> int | None:
         return self._numbers.get(id(obj)) if isinstance(obj, th.Tensor) else None
@@ -137,8 +137,8 @@ class _PolicyPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle i
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, th.optim.Optimizer):
             return type(None), ()
-        if isinstance(obj, th.Tensor) and {obj.device.type, self._device.type} != {"cpu"}:
-            return th.as_tensor, (obj.detach().cpu().numpy(), None, self._device)
+        if isinstance(obj, th.Tensor) and obj.device == self._source != self._target:
+            return partial(th.as_tensor, device=self._target), (obj.detach().cpu().numpy(),)
         return super().reducer_override(obj)
 
 
@@ -159,7 +159,7 @@ def dump_policy(tensors: PolicyTensors, device: th.device) -> bytes:
     """Serialise the structure of a policy, for another process.
 
     :param tensors: The policy's.
-    :param device: Where it will act; tensors that are neither parameters nor buffers go there.
+    :param device: Where it will act; what else is on the policy's device goes there.
     :raises UnportablePolicyError: If some part of the policy cannot be serialised.
     """
     numbers = {id(tensor): number for number, tensor in enumerate(tensors.tensors)}
@@ -167,7 +167,7 @@ def dump_policy(tensors: PolicyTensors, device: th.device) -> bytes:
     def dump(value: Any) -> bytes:
         buffer = io.BytesIO()
         with main_by_value():
-            _PolicyPickler(buffer, numbers, device).dump(value)
+            _PolicyPickler(buffer, numbers, tensors.policy.device, device).dump(value)
         return buffer.getvalue()
 
     try:
@@ -248,7 +248,8 @@ class Replica:
     :param slots: Where the parameters are: the bytes of each slot.
     :param make_policy: From tensors that take the place of the policy's, in the same order.
     :param noise_key: See :func:`sb3_hts.seeding.stream_seed`.
-    :param generator: Where the noise comes from; by default torch's global generator, which belongs to a worker alone.
+    :param seed: Seeds what the policy draws from; by default torch's global generator, which belongs to a worker alone.
+    :param drawing: The context to draw in.
     """
 
     def __init__(
@@ -257,7 +258,8 @@ class Replica:
         slots: Sequence[th.Tensor],
         make_policy: Callable[[list[th.Tensor]], ActorCriticPolicy],
         noise_key: int,
-        generator: th.Generator | None = None,
+        seed: Callable[[int], object] = th.default_generator.manual_seed,
+        drawing: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._views = [[spec.view(slot) for spec in specs] for slot in slots]
         # Tensors of their own, since binding to another slot changes where they point
@@ -265,32 +267,33 @@ class Replica:
             th.empty_like(view) if spec.requires_grad is None else th.nn.Parameter(view, spec.requires_grad)
             for view, spec in zip(self._views[0], specs, strict=True)
         ]
-        self._buffers = [number for number, spec in enumerate(specs) if spec.requires_grad is None]
         self.policy = make_policy(self._tensors)
         self.policy.set_training_mode(False)
+        numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        self._buffers = [
+            (module, name, numbers[id(buffer)])
+            for module in self.policy.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         self._noise_key = noise_key
-        self._generator = generator or th.default_generator
-        self.drawing: AbstractContextManager[Any] = DrawingFrom(generator) if generator else nullcontext()
+        self._seed = seed
+        self.drawing = drawing or nullcontext()
         self._slot = -1
 
     def bind(self, slot: int) -> None:
-        """Act with another snapshot from now on."""
+        """Act with a snapshot from now on; what forwards have done to buffers is undone."""
         if slot != self._slot:
             for tensor, view in zip(self._tensors, self._views[slot], strict=True):
                 if isinstance(tensor, th.nn.Parameter):
                     tensor.data = view
-                else:  # a forward may change it, and slots are everybody's
-                    tensor.copy_(view)
             self._slot = slot
-
-    def refresh(self) -> None:
-        """Undo what forwards have done to buffers."""
-        for number in self._buffers:
-            self._tensors[number].copy_(self._views[self._slot][number])
+        for module, name, number in self._buffers:
+            # A forward may have changed it or assigned another, and slots are everybody's
+            setattr(module, name, self._tensors[number].copy_(self._views[slot][number]))
 
     def seed(self, group: int, step: int) -> None:
-        """Seed the generator for the forward of one group at one step."""
-        self._generator.manual_seed(stream_seed(self._noise_key, group, step))
+        """Seed what the policy draws from, for what one group does at one step."""
+        self._seed(stream_seed(self._noise_key, group, step))
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,6 @@ class PortablePolicy:
     slot_nbytes: int
     noise_key: int
 
-    def make_replica(self, slots: Sequence[th.Tensor], generator: th.Generator | None = None) -> Replica:
+    def make_replica(self, slots: Sequence[th.Tensor], *how: Any) -> Replica:
         """The replica over the given slots; arguments as of :class:`Replica`."""
-        return Replica(self.tensors, slots, partial(load_policy, self.structure), self.noise_key, generator)
+        return Replica(self.tensors, slots, partial(load_policy, self.structure), self.noise_key, *how)

@@ -17,7 +17,7 @@ import torch as th
 
 from sb3_hts.acting import Manner, input_array
 from sb3_hts.exchange import Exchange
-from sb3_hts.lean_policy import lean_network, lean_sampler
+from sb3_hts.lean_policy import Parameters, lean_network, lean_sampler
 from sb3_hts.replicas import Replica
 from sb3_hts.shared_arrays import Array
 from sb3_hts.storage import Half, RolloutStorage
@@ -66,7 +66,7 @@ class Server(ABC):
     :param manner: How to act.
     :param storage: Of the rollouts: the state buffer.
     :param exchange: With the executors.
-    :param report: Told the first environment of a group that is about to be served.
+    :param report: Told the first environment of a group that is about to be served, -1 for all together.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class Server(ABC):
         half, first_step, n_snapshots, first_slot = self._exchange.job.tolist()
         job = Job(self._storage.halves[half], first_step, n_snapshots, first_slot)
         for group in groups:
-            self._report(self._actors[group].columns.start)
             self._value_terminal_observations(job, group)
         yield from self._serve(job, groups)
 
@@ -113,18 +112,21 @@ class Server(ABC):
         slot = self._slot(job, t)
         self._mirror.fetch(slot, job.first_step)
         self._replica.bind(slot)
-        # Nor does it matter what has been served before
-        self._replica.refresh()
+
+    def _turn_to(self, job: Job, group: int, t: int) -> None:
+        """Be ready for a forward for one group, whatever has been served before."""
+        self._report(self._actors[group].columns.start)
+        self._bind(job, t)
 
     def _value_terminal_observations(self, job: Job, group: int) -> None:
-        columns, exchange = self._actors[group].columns, self._exchange
-        rows = np.flatnonzero(exchange.truncated[columns]).tolist()
-        for row in rows:
+        actor, exchange = self._actors[group], self._exchange
+        for row in np.flatnonzero(exchange.truncated[actor.columns]).tolist():
             t = int(exchange.steps[group]) - 1
-            self._bind(job, t)
-            arrays: Any = {key: array[columns.start + row, ...] for key, array in exchange.terminal.items()}
-            self._actors[group].write_terminal_value(job.half, t, row, arrays.get(None, arrays))
-        exchange.truncated[columns] = False
+            self._turn_to(job, group, t)
+            actor.seed(job.first_step + t)
+            arrays: Any = {key: array[actor.columns.start + row, ...] for key, array in exchange.terminal.items()}
+            actor.write_terminal_value(job.half, t, row, arrays.get(None, arrays))
+        exchange.truncated[actor.columns] = False
 
     def _answer(self, job: Job, group: int, t: int, env_actions: Array) -> None:
         columns = self._actors[group].columns
@@ -138,15 +140,15 @@ class GroupServer(Server):
     def _serve(self, job: Job, groups: Sequence[int]) -> Iterator[int]:
         for group in groups:
             actor, t = self._actors[group], int(self._exchange.steps[group])
+            if t < self._storage.layout.n_steps and not actor.is_exploring(job.first_step, t):
+                # Perhaps another actor served the step before
+                self._turn_to(job, group, actor.exploration_start(t))
+                actor.explore(job.first_step, t)
+            self._turn_to(job, group, t)
             if t == self._storage.layout.n_steps:
-                self._bind(job, t)
+                actor.seed(job.first_step + t)
                 actor.write_last_values(job.half)
             else:
-                if not actor.is_exploring(job.first_step, t):
-                    # Perhaps another actor served the step before
-                    self._bind(job, actor.exploration_start(t))
-                    actor.explore(job.first_step, t)
-                self._bind(job, t)
                 self._answer(job, group, t, actor.act(job.half, t, job.first_step))
             yield group
 
@@ -180,7 +182,7 @@ class FullServer(Server):
             yield from self._serve_together(job, members)
 
     @th.no_grad()
-    def _forward(self, job: Job, groups: Sequence[int]) -> tuple[th.Tensor, th.Tensor]:
+    def _forward(self, job: Job, groups: Sequence[int]) -> tuple[Parameters, th.Tensor]:
         for group in groups:
             columns = self._actors[group].columns
             for key, array in self._inputs.items():
@@ -188,10 +190,11 @@ class FullServer(Server):
         device = self._replica.policy.device
         tensors: Any = {key: tensor.to(device) for key, tensor in self._tensors.items()}
         parameters, values = self._network(tensors.get(None, tensors))
-        return parameters.cpu(), values.cpu()
+        return tuple(part.cpu() for part in parameters), values.cpu()
 
     def _serve_together(self, job: Job, groups: Sequence[int]) -> Iterator[int]:
         """Serve groups whose steps use the same snapshot."""
+        self._report(-1)
         self._bind(job, int(self._exchange.steps[groups[0]]))
         parameters, values = self._forward(job, groups)
         for group in groups:
@@ -199,12 +202,13 @@ class FullServer(Server):
             yield group
 
     @th.no_grad()
-    def _finish(self, job: Job, group: int, parameters: th.Tensor, values: th.Tensor) -> None:
+    def _finish(self, job: Job, group: int, parameters: Parameters, values: th.Tensor) -> None:
         actor, t = self._actors[group], int(self._exchange.steps[group])
         columns = actor.columns
+        self._report(columns.start)
         if t == self._storage.layout.n_steps:
             job.half.last_values[columns] = values[columns].numpy().reshape(-1)
             return
         actor.seed(job.first_step + t)
-        actions, log_probs = self._sample(parameters[columns])
+        actions, log_probs = self._sample(tuple(part[columns] for part in parameters))
         self._answer(job, group, t, actor.write(job.half, t, (actions, values[columns], log_probs)))

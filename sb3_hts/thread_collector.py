@@ -24,6 +24,7 @@ from sb3_hts.collector import Collector, Infos, Job, Plan, Rollout
 from sb3_hts.env_group import is_plain
 from sb3_hts.interrupts import shielded
 from sb3_hts.lockstep import Lockstep
+from sb3_hts.randomness import DrawingFrom
 from sb3_hts.replicas import PolicyTensors, Publisher, Replica, copy_policy
 from sb3_hts.shared_arrays import SharedBlock, aligned
 from sb3_hts.storage import RolloutStorage
@@ -62,7 +63,9 @@ class ThreadCollector(Collector):
         super().__init__(plan, RolloutStorage(plan.layout, SharedBlock(plan.layout.nbytes)), publisher)
         wrappers, base = unwrap(env)
         make_policy = partial(copy_policy, policy, tensors, [*wrappers, base])
-        self._replica = Replica(tensors.specs, slots, make_policy, plan.noise_key, th.Generator(policy.device))
+        generator = th.Generator(policy.device)
+        how = generator.manual_seed, DrawingFrom(generator)
+        self._replica = Replica(tensors.specs, slots, make_policy, plan.noise_key, *how)
         self.description = f"a thread of this process steps all environments in lockstep, because {reason}"
         self._actor = plan.manner.actor_class(self._replica, plan.manner, slice(0, env.num_envs))
         self._lockstep = Lockstep(env, self._actor.columns, self._actor)
@@ -178,9 +181,9 @@ class ThreadCollector(Collector):
             if needed != snapshot:
                 self._await_snapshot(needed)
                 snapshot = needed
-                self._replica.bind(job.first_slot + snapshot)
             if self._cancelled:
                 break
+            self._replica.bind(job.first_slot + snapshot)
             self._lockstep.read_extras(half, t)
             infos = self._lockstep.step(half, t, self._actor.act(half, t, job.first_step))
             # Environments may use the same dicts for ever
@@ -188,6 +191,7 @@ class ThreadCollector(Collector):
             half.versions[t] = self._versions[job.first_slot + snapshot]
             progress.steps_done = t + 1
         if progress.steps_done == n_steps:
+            self._replica.bind(job.first_slot + snapshot)
             self._actor.write_last_values(half)
         progress.finished_at = time.monotonic()
 

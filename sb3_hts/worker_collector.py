@@ -76,6 +76,8 @@ class WorkerCollector(Collector):
             f"{base.n_workers} workers, {base.n_groups} groups of {base.envs_per_group}, {plan.central or 'inference local'}, "
             f"{sum(block.nbytes for block in blocks) / 2**20:.1f} MiB shared"
         )
+        if plan.central is not None and plan.central.direct and self._workforce.device_refusal is not None:
+            self.description += f", parameters not from device to device ({self._workforce.device_refusal})"
         for block in blocks:
             block.release_descriptor()
         self._launched_at = 0.0
@@ -126,7 +128,9 @@ class WorkerCollector(Collector):
                 [Equipment(program, (slots.block, storage_block, block), tuple(queues)) for program in programs],
             )
 
-        on_device = _share_on_device(tensors, plan.n_slots, central.n_actors, configure) if central.direct else None
+        on_device = None
+        if central.direct and self._workforce.device_refusal is None:
+            on_device, self._workforce.device_refusal = _share_on_device(tensors, plan.n_slots, central.n_actors, configure)
         if on_device is None:
             configure([None] * central.n_actors)
         else:
@@ -213,8 +217,8 @@ class WorkerCollector(Collector):
 
 def _share_on_device(
     tensors: PolicyTensors, n_slots: int, n_actors: int, configure: Callable[[Sequence[bytes | None]], Sequence[Done]]
-) -> Sequence[th.Tensor] | None:
-    """Slots on the learner's device that the actors read themselves; ``None`` if that is not possible.
+) -> tuple[Sequence[th.Tensor] | None, str | None]:
+    """Slots on the learner's device that the actors read themselves; or why that is not possible.
 
     Not every driver, allocator and container lets processes share a device's memory; either side may notice.
 
@@ -223,6 +227,7 @@ def _share_on_device(
     slots = th.empty((n_slots, aligned(tensors.nbytes)), dtype=th.uint8, device=tensors.policy.device)
     try:
         offers = [bytes(ForkingPickler.dumps(slots)) for _ in range(n_actors)]
-    except Exception:
-        return None
-    return None if any(reply.value is not None for reply in configure(offers)) else list(slots)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    refusals = [loads(reply.value) for reply in configure(offers) if reply.value is not None]
+    return (None, refusals[0]) if refusals else (list(slots), None)

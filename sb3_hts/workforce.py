@@ -30,6 +30,9 @@ from sb3_hts.shared_arrays import SharedBlock
 from sb3_hts.tokens import TokenQueue
 from sb3_hts.worker import worker_main
 
+SENT_AT_ONCE = 128
+"""How much of what travels by its descriptors is sent before it must have been taken: systems limit what is under way."""
+
 CANCEL_TIMEOUT = 30.0
 """Seconds without progress that a cancelled rollout may take to its next step boundary, if no ``step_timeout`` is set."""
 
@@ -120,6 +123,8 @@ class Workforce:
         # Neither a CUDA context nor OpenMP's threads survive a fork
         self._start_method_of_actors = resolve_start_method(None if start_method == "fork" else start_method)
         self.actors: WorkerPool | None = None
+        # Why actors cannot read the learner's device; each attempt costs memory there
+        self.device_refusal: str | None = None
 
     @property
     def phase(self) -> Phase:
@@ -154,8 +159,8 @@ class Workforce:
 
         :param blocks: Shared memory that goes with each request.
         """
-        self._send(requests, *blocks)
         with self._noting_failure():
+            self._send(requests, *blocks)
             replies = self.pool.receive(list(requests), tolerate_failures=True)
         return dict(zip(requests, replies, strict=True))
 
@@ -164,21 +169,30 @@ class Workforce:
 
         :raises WorkerError: If a worker failed; they are all gone then.
         """
-        self._send(dict(enumerate(requests)), *blocks)
-        return self._receive_all(Done)
+        return self._tell(self.pool, [(request, blocks) for request in requests])
 
     def hellos(self) -> list[Any]:
         """What the workers say once they have constructed their environments."""
-        return self._receive_all(Done)
+        return self._tell(self.pool)
 
     def _send(self, requests: dict[int, Request], *blocks: SharedBlock) -> None:
         with shielded:
             for worker, request in requests.items():
                 self.pool.send(worker, request, *blocks)
 
-    def _receive_all(self, reply_type: type[Any]) -> list[Any]:
+    def _tell(self, pool: WorkerPool, requests: Sequence[tuple[Request, Sequence[Sendable]]] = ()) -> list[Done]:
+        """Send a request to each process of a pool, with what goes with it, and wait for all replies."""
+        replies: list[Done] = []
+        n_sent = max((len(sendables) for _, sendables in requests), default=0)
+        at_once = max(1, SENT_AT_ONCE // n_sent) if n_sent else pool.n_workers
         with self._noting_failure():
-            return _checked(self.pool.receive(self._everyone), reply_type)
+            for first in range(0, pool.n_workers, at_once):
+                processes = range(first, min(first + at_once, pool.n_workers))
+                with shielded:
+                    for number, (request, sendables) in zip(processes, requests[first:], strict=False):
+                        pool.send(number, request, *sendables)
+                replies += pool.receive(processes)
+        return _checked(replies, Done)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -239,7 +253,8 @@ class Workforce:
             if self._phase is not Phase.STEPPING:
                 self._become_idle()
                 raise ProtocolError("step_wait() was called without step_async().")
-            replies = self._receive_all(Stepped)
+            with self._noting_failure():
+                replies = _checked(self.pool.receive(self._everyone), Stepped)
             self._phase = Phase.IDLE
             return replies
 
@@ -279,16 +294,13 @@ class Workforce:
             actors.close()
         if self.actors is None and n_actors:
             arguments: list[tuple[Any, ...]] = [()] * n_actors
-            self.actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
-            self._tell(self.actors)
-
-    def _tell(self, pool: WorkerPool, requests: Sequence[tuple[Request, Sequence[Sendable]]] = ()) -> list[Done]:
-        """Send a request to each process of a pool, with what goes with it, and wait for all replies."""
-        with shielded:
-            for number, (request, sendables) in enumerate(requests):
-                pool.send(number, request, *sendables)
-        with self._noting_failure():
-            return _checked(pool.receive(range(pool.n_workers)), Done)
+            actors = WorkerPool(self._start_method_of_actors, actor_main, arguments, self.pool.timeout, role="actor")
+            try:
+                actors.receive(range(n_actors))
+            except BaseException:  # the environments can do without
+                actors.kill()
+                raise
+            self.actors = actors
 
     def release_rollouts(self, owner: RolloutOwner) -> None:
         """Make the workers forget what :meth:`configure_rollouts` gave them; does nothing after a failure."""

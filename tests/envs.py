@@ -136,7 +136,7 @@ class FaultyEnv(WalkEnv):
     """Fails in a given way at a given place.
 
     :param place: ``"construct"``, ``"reset"``, ``"step"`` or ``"close"``.
-    :param how: ``"raise"``, ``"exit"``, ``"sigkill"``, ``"hang"`` or ``"unpicklable"``.
+    :param how: ``"raise"``, ``"exit"``, ``"sigkill"``, ``"hang"``, ``"unpicklable"`` or ``"nan"`` (observations from then on).
     :param at: Which call of that kind fails, counted from 1.
     """
 
@@ -164,6 +164,8 @@ class FaultyEnv(WalkEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 signal.pause()
+            case "nan":
+                self.position = float("nan")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._maybe_fail("reset")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +18,19 @@ import numpy as np
 import psutil
 import pytest
 import torch as th
-from envs import WalkEnv
+from envs import FaultyEnv, WalkEnv
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.distributions import SquashedDiagGaussianDistribution
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.vec_env import DummyVecEnv
 from test_oracle import BOX, DICT, IMAGE, PPO_KWARGS, assert_equal_to_oracle
 
-from sb3_hts import HTSA2C, HTSPPO, HTSVecEnv, WorkerDied, WorkerRaised, WorkerTimeout, inference
+from sb3_hts import HTSA2C, HTSPPO, ClosedError, HTSVecEnv, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout, inference
+from sb3_hts.acting import GroupActor
 from sb3_hts.inference import Central
-from sb3_hts.protocol import Activity
+from sb3_hts.pool import WorkerPool
+from sb3_hts.protocol import Activity, Failed
 from sb3_hts.replicas import Publisher
 from sb3_hts.tokens import TokenQueue
 
@@ -79,6 +85,45 @@ def test_gsde_with_several_actors(sde_sample_freq: int) -> None:
     )
 
 
+class Restless(ActorCriticPolicy):
+    """Draws from every generator, and counts its forwards in a buffer."""
+
+    count: th.Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("count", th.zeros(1))
+
+    def noise(self) -> th.Tensor:
+        self.count = self.count + 1  # another tensor
+        return self.count * (random.random() + np.random.rand() + th.rand(1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        actions, values, log_probs = super().forward(*args, **kwargs)
+        return actions, values + self.noise(), log_probs
+
+    def predict_values(self, obs: Any) -> th.Tensor:
+        return super().predict_values(obs) + self.noise()
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[({}, {"inference": "central", "n_actors": n}) for n in (1, 2, 3)], [({"n_workers": n}, {}) for n in (1, 2, 4)]],
+    ids=["central", "local"],
+)
+def test_policies_that_draw_and_count_repeat(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """A forward depends on its group, its step and what has been published, and on nothing that was forwarded before."""
+    results = []
+    for layout, kwargs in cases:
+        with HTSVecEnv([JITTERY] * 4, **layout) as env:
+            env.seed(3)
+            model = HTSPPO(Restless, env, n_steps=8, n_snapshots=2, batch_size=16, seed=3, device="cpu", **kwargs)
+            model.learn(4 * 32)
+            values = th.tensor(model.rollout_buffer.returns).flatten()
+            results.append(th.cat([values, *(tensor.detach().flatten() for tensor in model.policy.state_dict().values())]))
+    assert all(th.equal(result, results[0]) for result in results)
+
+
 # --- what is chosen -------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +167,8 @@ def test_says_what_it_does(policy: Any, kwargs: dict[str, Any], words: str, caps
         ({"central_batch": "half"}, "central_batch must be one of"),
         ({"n_actors": 0}, "n_actors must be a positive integer, not 0"),
         ({"n_actors": 1.5}, "n_actors must be a positive integer, not 1.5"),
-        ({"actor_device": "gpu"}, "actor_device='gpu' cannot be used"),
-        ({"actor_device": 1.5}, "actor_device=1.5 cannot be used"),
+        ({"actor_device": "gpu"}, "actor_device='gpu' is not a device"),
+        ({"actor_device": 1.5}, "actor_device=1.5 is not a device"),
         ({"actor_device": "meta", "inference": "local"}, 'does not go with inference="local"'),
     ],
 )
@@ -139,6 +184,31 @@ def test_a_full_batch_that_is_not_possible() -> None:
             ValueError, match="central_batch=\"full\" is not possible, because the policy's forward is not SB3's"
         ):
             model.learn(10)
+
+
+class OwnValues(ActorCriticPolicy):
+    def predict_values(self, obs: Any) -> th.Tensor:
+        return super().predict_values(obs)
+
+
+def test_policies_that_do_not_divide() -> None:
+    space = spaces.Box(-1, 1, (3,))
+    policies = [ActorCriticPolicy(space, space, lambda _: 1e-3) for _ in range(2)]
+    assert inference.why_not_full(policies[0], GroupActor) is None
+    policies[1].action_dist = SquashedDiagGaussianDistribution(3)
+    for policy in (policies[1], OwnValues(space, space, lambda _: 1e-3)):
+        assert inference.why_not_full(policy, GroupActor) is not None
+
+
+@pytest.mark.skipif(th.cuda.is_available(), reason="has a CUDA device")
+def test_the_file_of_a_machine_with_another_device(tmp_path: Path) -> None:
+    with HTSVecEnv([WalkEnv]) as env:
+        HTSA2C("MlpPolicy", env, device="cpu", actor_device="cuda", inference="central").save(tmp_path / "model")
+        model = HTSA2C.load(tmp_path / "model", env, device="cpu")
+        model.predict(env.reset())
+        with pytest.raises(ValueError, match="actor_device='cuda' cannot be used"):
+            model.learn(10)
+        HTSA2C.load(tmp_path / "model", env, device="cpu", actor_device=None).learn(10)
 
 
 def test_other_environments_have_no_executors() -> None:
@@ -213,6 +283,96 @@ def test_a_policy_that_fails_in_an_actor() -> None:
             model.policy.action_net.weight.data.fill_(float("nan"))
             with pytest.raises(WorkerRaised, match=r"\(of actor 0\) failed computing actions"):
                 model.learn(10)
+
+
+def test_an_observation_that_the_policy_cannot_bear_is_blamed_on_its_environment() -> None:
+    with HTSVecEnv([partial(FaultyEnv, "step", "nan", 20 if index == 2 else 1000) for index in range(4)]) as env:
+        model = HTSPPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu", inference="central")
+        with pytest.raises(WorkerRaised, match=r"Environment 2 \(of actor 0\) failed computing actions") as info:
+            model.learn(10_000)
+        assert info.value.env_index == 2
+
+
+class Disconnected(ActorCriticPolicy):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ConnectionRefusedError("no luck with the server of weights")
+
+
+def test_a_policy_that_cannot_connect() -> None:
+    with HTSVecEnv([WalkEnv]) as env, pytest.raises(WorkerRaised, match="no luck with the server of weights"):
+        HTSA2C(Disconnected, env, device="cpu", inference="central").learn(10)
+
+
+def test_descriptors_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        model = HTSA2C("MlpPolicy", env, device="cpu", inference="central").learn(10)
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+
+        monkeypatch.setattr("sb3_hts.tokens.reduction.send_handle", refuse)
+        with pytest.raises(WorkerError, match=r"Worker 0: file descriptors cannot be sent to it .*Too many references"):
+            model.learn(10)
+
+
+def test_descriptors_are_sent_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sb3_hts.workforce.SENT_AT_ONCE", 8)
+    with HTSVecEnv([WalkEnv] * 5) as env:
+        under_way: list[int] = []
+        pool = env.workforce.pool
+        send, receive = pool.send, pool.receive
+
+        def sending(worker: int, request: Any, *sendables: Any) -> None:
+            under_way.extend([worker] * len(sendables))
+            assert len(under_way) <= 8
+            send(worker, request, *sendables)
+
+        def receiving(workers: Any, **kwargs: Any) -> Any:
+            under_way.clear()
+            return receive(workers, **kwargs)
+
+        monkeypatch.setattr(pool, "send", sending)
+        monkeypatch.setattr(pool, "receive", receiving)
+        assert HTSA2C("MlpPolicy", env, device="cpu", inference="central").learn(25).num_timesteps == 25
+
+
+def test_an_interrupt_while_actors_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environments go on without them."""
+    receive = WorkerPool.receive
+
+    def interrupted(pool: WorkerPool, *args: Any, **kwargs: Any) -> Any:
+        if pool.role == "actor":
+            psutil.Process(pool.pids[0]).kill()
+            raise KeyboardInterrupt
+        return receive(pool, *args, **kwargs)
+
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        model = HTSA2C("MlpPolicy", env, device="cpu", inference="central")
+        with monkeypatch.context() as patched:
+            patched.setattr(WorkerPool, "receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.learn(10)
+        assert actors_of(env) == []
+        assert model.learn(10).num_timesteps == 10
+
+
+def test_an_interrupt_does_not_hide_the_failure_of_an_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = WorkerPool._check
+    interrupts = []
+
+    def interrupted(pool: WorkerPool, worker: int, tolerate_failures: bool) -> None:
+        if pool.role == "actor" and isinstance(pool._arrived[worker][0], Failed) and not interrupts:
+            interrupts.append(worker)
+            raise KeyboardInterrupt
+        check(pool, worker, tolerate_failures)
+
+    monkeypatch.setattr(WorkerPool, "_check", interrupted)
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        model = HTSA2C(Disconnected, env, device="cpu", inference="central")
+        with pytest.raises(KeyboardInterrupt):
+            model.learn(10)
+        with pytest.raises(ClosedError, match="no luck with the server of weights"):
+            env.reset()
 
 
 def test_a_held_group_goes_on_with_its_snapshot_or_ends_with_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +504,26 @@ def test_parameters_from_device_to_device(
         **PPO_KWARGS,
     )
     assert len(published) == (2 if dumps is None else 1)
+
+
+def test_a_device_that_cannot_be_shared_is_not_asked_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is offered and not taken stays there."""
+    offers: list[th.Tensor] = []
+
+    def offer(slots: th.Tensor) -> bytes:
+        offers.append(slots)
+        return b"not a pickle"
+
+    monkeypatch.setattr("sb3_hts.worker_collector.ForkingPickler", SimpleNamespace(dumps=offer))
+    monkeypatch.setattr("sb3_hts.algorithm.choose", lambda *_: Central(2, th.device("cpu"), full_batch=True, direct=True))
+    with HTSVecEnv([WalkEnv] * 2) as env:
+        model = HTSA2C("MlpPolicy", env, device="cpu", verbose=1)
+        for _ in range(2):
+            model.learn(20)
+    assert len(offers) == 2
+    assert capsys.readouterr().out.count("parameters not from device to device (UnpicklingError") == 2
 
 
 needs_cuda = pytest.mark.skipif(not th.cuda.is_available(), reason="no CUDA device")

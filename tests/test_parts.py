@@ -163,10 +163,13 @@ def test_a_replica_shows_what_is_published(transfer: Any) -> None:
     policy.secret = policy.secret + 1  # a new tensor under the old name
     publisher.write(1, (0, 5))
     second = state(policy)
-    for slot, expected in ((1, second), (0, first), (1, second)):
+    for slot, expected in ((1, second), (0, first), (0, first), (1, second)):
         replica.bind(slot)
         for name, tensor in state(replica.policy).items():
             assert th.equal(tensor, expected[name]), name
+        # As a forward might; it is undone
+        replica.policy.norm.running_mean += 1
+        replica.policy.secret = replica.policy.secret + 1
     assert replica.policy.optimizer is None
     assert not replica.policy.training
     assert replica.policy.tied is replica.policy.action_net
@@ -183,6 +186,15 @@ def test_a_policy_that_cannot_travel_is_named() -> None:
         dump_policy(PolicyTensors(policy), th.device("cpu"))
     with pytest.raises(UnportablePolicyError, match=r"^policy.features_extractor.lock cannot be copied: .*'_thread.lock'"):
         copy_policy(policy, PolicyTensors(policy), [], PolicyTensors(policy).tensors)
+
+
+def test_tensors_that_are_nobodys_go_with_the_policy_or_stay() -> None:
+    policy = make_policy(ActorCriticPolicy)
+    policy.table = th.arange(3)
+    assert load_policy(dump_policy(PolicyTensors(policy), th.device("meta")), PolicyTensors(policy).tensors).table.is_meta
+    policy.to("meta")  # the table is on the CPU for a reason
+    assert load_policy(dump_policy(PolicyTensors(policy), th.device("cpu")), PolicyTensors(policy).tensors).table.sum() == 3
+    assert load_policy(dump_policy(PolicyTensors(policy), th.device("meta")), PolicyTensors(policy).tensors).table.sum() == 3
 
 
 def test_exploration_matrices_are_copied_too() -> None:
