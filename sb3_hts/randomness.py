@@ -62,7 +62,9 @@ def seed_process(device: th.device) -> Callable[[int], None]:
 
     :param device: Where the policy acts.
     """
-    seed_device = None if device.type == "cpu" else getattr(th, device.type).manual_seed
+    module = getattr(th, device.type)
+    # Without "all": of the device that is current. The CPU's module has neither
+    seed_device = getattr(module, "manual_seed_all", getattr(module, "manual_seed", None))
 
     def seed(number: int) -> None:
         random.seed(number)
